@@ -109,7 +109,7 @@ def count_temporary_bytes() -> int:
 
     most = 0
     for program in engine().list_programs():
-        for lowered in program.lower_steps():
+        for lowered in program.lower_segments():
             most = max(most, lowered.compile().memory_analysis().temp_size_in_bytes)
     return most
 

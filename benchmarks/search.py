@@ -132,14 +132,14 @@ def compare_drawn(number, seed):
 
     def compare_all(outcome, compiled):
         found = choose(outcome, compiled)
-        known = {each.cost_key: each for each in found.experts if each.compiled_bytes is not None}
+        known = {each.cost_key: each for each in found.built_in_maps if each.compiled_bytes is not None}
         limit, seconds = outcome.best.max_bytes, []
-        for each in outcome.experts:
-            if each.figures is not None:
-                figures = known[each.cost_key].figures if each.cost_key in known else compiled(each)
+        for each in outcome.built_in_maps:
+            if each.cost is not None:
+                figures = known[each.cost_key].cost if each.cost_key in known else compiled(each)
                 if figures.peak_bytes <= limit:
                     seconds.append(figures.seconds)
-        quotients.append((found.best.figures.seconds / min(seconds), len(seconds)))
+        quotients.append((found.best.cost.seconds / min(seconds), len(seconds)))
         return found
 
     module.choose_best_compiled = compare_all

@@ -91,12 +91,12 @@ def test_components_may_be_arrays_of_numpy_or_the_framework_or_numbers(kind):
 @pytest.mark.parametrize(
     ("words", "parts", "specs"),
     [
-        ("5 components for 6 devices", [np.zeros(2)] * 5, ["x"]),
-        ("0 components for 6 devices", [], ["x"]),
+        ("there are 5 components for 6 devices", [np.zeros(2)] * 5, ["x"]),
+        ("there are 0 components for 6 devices", [], ["x"]),
         ("component 1 differs", [np.zeros(2)] + [np.zeros(3)] * 5, ["x"]),
         ("component 5 differs", [np.zeros(2)] * 5 + [np.zeros((2, 1))], ["x"]),
         ("component 2 differs", [np.zeros(2)] * 2 + [np.zeros(2, np.int8)] * 4, ["x"]),
-        ("rank 1 for a tensor of rank 2", [np.zeros((2, 2))] * 6, ["x"]),
+        ("rank 1 does not fit a tensor of rank 2", [np.zeros((2, 2))] * 6, ["x"]),
         ("components 0 and 1 differ", [np.full(2, i) for i in range(6)], ["x"]),
         ("components 0 and 5 differ", [np.zeros(())] * 5 + [np.ones(())], []),
     ],

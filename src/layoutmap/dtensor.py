@@ -70,7 +70,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
         >>> pack(halves[:5], Layout(["x"], mesh), engine="jax")
         Traceback (most recent call last):
         ...
-        layoutmap.core.errors.LayoutError: pack: 5 components for 6 devices
+        layoutmap.core.errors.LayoutError: pack: there are 5 components for 6 devices
           layout  (x,)
           mesh    x=3, y=2
           why     each device holds one component
@@ -82,13 +82,13 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     layout = convert_layout(layout)
     target = _choose_engine(tensors[0] if len(tensors) else None, engine)
     mesh = target.bind_mesh(layout.mesh)
-    places = mesh.local_device_ids
-    if len(tensors) != len(places):
+    device_ids = mesh.local_device_ids
+    if len(tensors) != len(device_ids):
         raise LayoutError(
-            f"pack: {len(tensors)} components for {len(places)} devices",
+            f"pack: there are {len(tensors)} components for {len(device_ids)} devices",
             facts={"layout": str(layout), "mesh": str(mesh)},
             why="each device holds one component",
-            fix=f"pass {len(places)} components, in the order of the mesh's devices",
+            fix=f"pass {len(device_ids)} components, in the order of the mesh's devices",
         )
     components = [target.canonicalize_values(_to_numpy(tensor)) for tensor in tensors]
     first = components[0]
@@ -106,12 +106,12 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     layout.check_rank(first.shape, "pack")
     shape = tuple(n * count for n, count in zip(first.shape, layout.shard_counts, strict=True))
     parts: dict[Ends, tuple[int, NumpyArray]] = {}
-    for i, (place, component) in enumerate(zip(places, components, strict=True)):
-        number, same = parts.setdefault(get_slice_ends(layout.shard_slices(shape, place)), (i, component))
+    for i, (device_id, component) in enumerate(zip(device_ids, components, strict=True)):
+        number, same = parts.setdefault(get_slice_ends(layout.shard_slices(shape, device_id)), (i, component))
         if same.tobytes() != component.tobytes() and first.size:
             raise LayoutError(
                 f"pack: components {number} and {i} differ, but are the same shard",
-                facts={"layout": str(layout), "mesh": str(mesh), "shard": layout.locate_shard(place)},
+                facts={"layout": str(layout), "mesh": str(mesh), "shard": layout.locate_shard(device_id)},
                 why="devices that hold the same shard hold the same values",
                 fix=f"pass component {number} again as component {i}, or shard an axis over a further mesh dim",
             )
@@ -149,13 +149,13 @@ def unpack(tensor: Any) -> list[NumpyArray]:
     shards = {get_slice_ends(index): values for index, values in target.iterate_shards(tensor)}
     shape = tuple(tensor.shape)
     return [
-        shards[get_slice_ends(layout.shard_slices(shape, place))]
-        for place in target.bind_mesh(layout.mesh).local_device_ids
+        shards[get_slice_ends(layout.shard_slices(shape, device_id))]
+        for device_id in target.bind_mesh(layout.mesh).local_device_ids
     ]
 
 
 def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
-    """Return the same values in another layout, on the same mesh or on another.
+    """Return a tensor's values in the layout `layout`, on the same mesh or a different one.
 
     Args:
         tensor: A framework array, sharded or not, or a numpy array.
@@ -184,7 +184,7 @@ def relayout(tensor: Any, layout: Layout, *, engine: str | None = None) -> Any:
 
 
 def relayout_like(tensor: Any, layout_tensor: Any, *, engine: str | None = None) -> Any:
-    """Return the same values in the layout of another tensor (see `relayout`)."""
+    """Return a tensor's values in the layout of `layout_tensor`. See `relayout`."""
     layout = fetch_layout(layout_tensor)
     return relayout(tensor, layout.replace_memory(layout.memory or "device"), engine=engine)
 
@@ -309,10 +309,10 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def check_layout(tensor: Any, layout: Layout) -> None:
-    """Raise if a tensor is in another layout. Mesh dims of size 1 are ignored, since they shard nothing.
+    """Raise if a tensor is not in `layout`. Mesh dims of size 1 are ignored, since they shard nothing.
 
     Raises:
-        LayoutError: The tensor has another layout, or none.
+        LayoutError: The tensor has a different layout, or none.
     """
     present, layout = fetch_layout(tensor), convert_layout(layout)
     if (present.mesh, _list_dividing_dims(present)) != (layout.mesh, _list_dividing_dims(layout)):
@@ -325,7 +325,7 @@ def check_layout(tensor: Any, layout: Layout) -> None:
 
 
 def _list_dividing_dims(layout: Layout) -> list[list[str]]:
-    """Return, for each axis of a layout, the mesh dims of more than one device that shard it."""
+    """Return the mesh dims with more than one device that shard each axis of a layout."""
     axes = map(layout.list_mesh_dims, range(layout.rank))
     return [[dim for dim in dims if layout.mesh.dim_size(dim) > 1] for dims in axes]
 

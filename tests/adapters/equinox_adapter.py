@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 
 from layoutmap.adapters import random_states
-from layoutmap.adapters.protocol import Building
+from layoutmap.adapters.protocol import ModelAdapter
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
@@ -108,7 +108,7 @@ class Session:
         raise ScopeError("steps of Equinox are not counted", fix="use library='jax'")
 
 
-class EquinoxAdapter(Building):
+class EquinoxAdapter(ModelAdapter):
     """Nine methods, and nothing else."""
 
     name = "equinox"

@@ -71,7 +71,7 @@ def use_tools(folder):
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.bfloat16)
     assert_alike(saved, plain, 0)
 
-    with pytest.raises(ScopeError, match="is in a layout of several processes"):
+    with pytest.raises(ScopeError, match="is sharded over several processes"):
         safetensors.torch.save_file(model.state_dict(), folder / f"{dist.get_rank()}.safetensors")
     with pytest.raises(ScopeError, match="DistributedDataParallel: LlamaForCausalLM is sharded already"):
         torch.nn.parallel.DistributedDataParallel(model)

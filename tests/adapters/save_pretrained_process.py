@@ -72,7 +72,7 @@ def main(folder):
     for name, tensor in make_llama().state_dict().items():
         assert torch.equal(tensor, exported[name]), name
     with pytest.raises(
-        CheckpointError, match="it exists already" if first else "the first process could not"
+        CheckpointError, match="the folder exists already" if first else "the first process could not"
     ):
         lm.export(model, folder / "exported")
 

@@ -9,7 +9,7 @@ from layoutmap.adapters.options import ScopeOptions
 from layoutmap.core.errors import ScopeError
 
 
-class Least(protocol.Building):
+class Least(protocol.ModelAdapter):
     """An adapter that builds models and does nothing else: each method that has no default, and no other one."""
 
     name = "least"
@@ -22,7 +22,7 @@ def test_nine_methods_are_enough_to_build():
     """All else of the protocol has a default; and an adapter with these alone is one that builds."""
     written = {name for name, value in vars(Least).items() if value is None and not name.startswith("_")}
     methods = {
-        name for name, _ in inspect.getmembers(protocol.Building, inspect.isfunction) if name[0] != "_"
+        name for name, _ in inspect.getmembers(protocol.ModelAdapter, inspect.isfunction) if name[0] != "_"
     }
 
     assert 9 == len(written)
@@ -34,25 +34,25 @@ def test_nine_methods_are_enough_to_build():
     } == methods - written
     assert None is Least().read_library_options({}, ScopeOptions(), spans_processes=False)
     with Least().refuse_models("keras"):
-        assert isinstance(Least(), protocol.Building)
+        assert isinstance(Least(), protocol.ModelAdapter)
 
 
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        (protocol.Training, "forward, gradients, make_on_one_device, set_optimizer, train_step"),
+        (protocol.TrainingAdapter, "forward, gradients, make_on_one_device, set_optimizer, train_step"),
         (
-            protocol.Checkpointing,
+            protocol.CheckpointAdapter,
             (
                 "list_checkpoint_names, list_stored_variables, make_host_array, read_settings, restore_settings"
                 ", restore_variables, restore_with_optimizer"
             ),
         ),
-        (protocol.Inspecting, "describe_variables, find_context, list_gathered_dims"),
+        (protocol.InspectionAdapter, "describe_variables, find_context, list_gathered_dims"),
     ],
 )
 def test_what_an_adapter_does_not_know_is_refused_by_name(capability, missing):
     """With the methods that are missing, and not by an error of Python's in the middle of the work."""
-    with pytest.raises(ScopeError, match="save: the adapter of least models does not support it") as caught:
+    with pytest.raises(ScopeError, match="save does not support least models") as caught:
         require_capability(Least(), capability, "save")
     assert missing == caught.value.facts["missing"]

@@ -10,7 +10,7 @@ from flax import nnx
 
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
-from layoutmap.adapters.protocol import Building
+from layoutmap.adapters.protocol import ModelAdapter
 
 PROCESSES = ("jax",)
 ROWS, LENGTH, WIDTH = 4, 64, 16
@@ -111,7 +111,7 @@ def test_axes_that_do_not_divide_are_errors_before_anything_is_built(layout_map)
 
 def test_later_is_for_jax(layout_map):
     with pytest.raises(lm.ScopeError, match="later"):
-        Building.describe_later_variables(
+        ModelAdapter.describe_later_variables(
             SimpleNamespace(name="torch"), {"cache": make_cache}, layout_map.mesh
         )
     with pytest.raises(lm.ScopeError, match="later"):

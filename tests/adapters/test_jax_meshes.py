@@ -206,7 +206,7 @@ def test_a_module_is_called_eagerly_under_another_mesh(mesh):
 
 def test_other_axis_types_are_told_with_the_way_out():
     mesh = jax.make_mesh((2, 4), ("batch", "model"))
-    with jax.set_mesh(mesh), pytest.warns(lm.LayoutMapWarning, match="other axis types") as caught:
+    with jax.set_mesh(mesh), pytest.warns(lm.LayoutMapWarning, match="different axis types") as caught:
         make_map("auto").build(lambda: Plain(nnx.Rngs(3)))
     assert "LayoutMap(jax.sharding.get_mesh())" in str(caught[0].message)
 

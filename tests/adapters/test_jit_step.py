@@ -276,7 +276,7 @@ def test_what_is_refused(layout_map):
         ("ScopeError", "step: batch_dim 'data' is not a dim of the mesh"),
         ("ScopeError", "step: there is no argument 1"),
         ("LayoutError", "step: args[1] is not an array"),
-        ("LayoutError", "args[0]['scale']: the step changes its shape"),
+        ("LayoutError", "args[0]['scale']: the step changes the shape of this donated argument"),
         ("ScopeError", "step: the step is called inside another traced function"),
     ] == told
 

@@ -117,7 +117,7 @@ ERRORS = {
     "rank": (
         ("batch", "model"),
         """
-        the output of blocks.0.up: a layout of rank 2 for a tensor of rank 3
+        the output of blocks.0.up: a layout of rank 2 does not fit a tensor of rank 3
           shape   (4, 3, 16)
           layout  (batch, model)
           mesh    batch=2, model=4

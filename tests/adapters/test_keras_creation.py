@@ -424,7 +424,7 @@ def test_a_bad_layout_is_reported_by_the_first_call_of_a_model_that_cannot_be_tr
     """Keras tries other ways to build such a model when one fails; the plan's error is not lost there."""
     with make_map(rules={r"d1\.kernel": ("model",)}).scope():
         model = Branching()
-    with pytest.raises(lm.PlanError, match=r"d1\.kernel: a layout of rank 1 for a tensor of rank 2"):
+    with pytest.raises(lm.PlanError, match=r"d1\.kernel: a layout of rank 1 does not fit a tensor of rank 2"):
         model(X)
 
 

@@ -24,7 +24,7 @@ ROWS = {
     "jax": {
         **dict.fromkeys(
             ("rows", "rows of call 16", "rows of an epoch"),
-            "fit: processes whose devices hold the same rows pass different ones",
+            "fit: processes whose devices hold the same rows pass different rows",
         ),
         "split rows": AGREE,
         "masks": AGREE,

@@ -57,8 +57,8 @@ def must_be_global(engine_name, made):
         return made.blocks is None
     where = {"torch": "deferred_init.tape", "tensorflow": "pieces", "jax": "programs"}[engine_name]
     programs = importlib.import_module(f"layoutmap.engines.{engine_name}.{where}")
-    trace_program = programs.PieceProgram if engine_name == "tensorflow" else programs.trace_program
-    traced = trace_program(made.program.function, made.program.seed)
+    names = {"torch": "trace_recipe", "tensorflow": "PieceProgram", "jax": "trace_program"}
+    traced = getattr(programs, names[engine_name])(made.program.function, made.program.seed)
     return bool(programs.explain_no_shards(traced) if engine_name == "jax" else traced.why_global)
 
 

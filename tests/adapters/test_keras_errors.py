@@ -94,7 +94,7 @@ def test_more_devices_than_there_are():
     called = []
     said = raised(lm.MeshError, lambda: layout_map.build(lambda: called.append(1)))
 
-    assert said.startswith(f"mesh of 16 devices, and {FRAMEWORK} has 8\n")
+    assert said.startswith(f"the mesh needs 16 devices, but {FRAMEWORK} has 8\n")
     assert [] == called
     assert 16 == lm.plan(lambda: make_model(16), layout_map).mesh.size
 
@@ -328,7 +328,7 @@ def test_a_keras_that_makes_global_variables():
     assert said("keras.config.is_nnx_enabled = lambda: True") == text("""
         Keras runs with KERAS_NNX_ENABLED
           why   in that mode, each variable is first created in full on one device, which a layout map avoids
-          fix   unset KERAS_NNX_ENABLED and start again
+          fix   unset KERAS_NNX_ENABLED, and restart the program
         """)
 
 

@@ -156,12 +156,13 @@ def test_a_call_on_another_mesh_is_refused(name):
             model(x)
 
     what, _, mesh, why, fix = str(caught.value).splitlines()
-    assert f"{model.name}: called while jax.set_mesh is set to another mesh than that of its weights" == what
+    assert f"{model.name}: the layer cannot be called on the mesh of jax.set_mesh" == what
     assert "  mesh      batch=2, model=4" == mesh
     assert (
-        "  why       JAX cannot combine arrays of two meshes, and a layout map uses axes of type Auto" == why
+        "  why       JAX cannot combine arrays of different meshes, and a layout map needs axes of type Auto"
+        == why
     )
-    assert "  fix       unset it for the call: with jax.set_mesh(None): model(x); fit, " in fix
+    assert "  fix       unset that mesh: with jax.set_mesh(None): model(x); fit, " in fix
 
 
 def test_without_compilation_first_weights_are_the_same():

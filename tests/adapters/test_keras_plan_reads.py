@@ -228,7 +228,7 @@ def test_a_plan_checks_the_shapes_of_what_is_assigned():
         model.layers[1].kernel.assign(np.zeros((8, 9), "float32"))
         return model
 
-    with pytest.raises(lm.LayoutError, match=r"d1\.kernel: the value has another shape"):
+    with pytest.raises(lm.LayoutError, match=r"d1\.kernel: the value has a different shape"):
         lm.plan(wrong, layout_map())
 
 

@@ -390,7 +390,7 @@ def test_a_file_of_another_model_changes_nothing(tmp_path):
         f"optimizer.d2.{weight}.{kind}" for weight in ("kernel", "bias") for kind in ("momentum", "velocity")
     ]
 
-    assert f"{path}: 6 variables of the model have another shape in the file" == caught.value.what
+    assert f"{path}: 6 variables of the model have a different shape in the file" == caught.value.what
     assert {"d2.kernel", "d2.bias", *slots} == set(caught.value.facts)
     assert "(32, 32), in the file (32, 64)" == caught.value.facts["d2.kernel"]
     assert_same(before, values(model))
@@ -420,7 +420,7 @@ def test_mismatches_can_be_skipped(tmp_path):
     saved.save_weights(path)
     model = built(units=32)
     kept = model.layers[3].kernel.numpy()
-    with pytest.warns(UserWarning, match="the value has another shape") as caught:
+    with pytest.warns(UserWarning, match="the value has a different shape") as caught:
         model.load_weights(path, skip_mismatch=True)
 
     assert f"{path}:/layers/dense_1/vars/0" in "".join(str(w.message) for w in caught)
@@ -545,7 +545,7 @@ def test_a_plan_that_does_not_fit_is_reported_before_a_file_is_read(tmp_path, re
     reads[0].clear()
     rules = {r"d2\.kernel": (None, None, "model")}
     with (
-        pytest.raises(ValueError, match="a layout of rank 3 for a tensor of rank 2"),
+        pytest.raises(ValueError, match="a layout of rank 3 does not fit a tensor of rank 2"),
         lm.LayoutMap(lm.create_mesh("model=4"), rules).scope(),
     ):
         keras.models.load_model(path)
@@ -561,7 +561,7 @@ def test_a_value_of_another_shape_is_refused():
     with pytest.raises(lm.LayoutError) as caught:
         kernel.assign(np.ones((16, 33)))
 
-    assert "d1.kernel: the value has another shape" == caught.value.what
+    assert "d1.kernel: the value has a different shape than the variable" == caught.value.what
     assert {"variable": (16, 32), "value": (16, 33), "from": ""} == caught.value.facts
     assert np.array_equal(before, kernel.numpy())
 

@@ -7,8 +7,8 @@ import keras
 import pytest
 
 import layoutmap as lm
-from layoutmap.cost.search.experts import iterate_expert_maps
-from layoutmap.cost.search.options import get_specs, list_grids
+from layoutmap.cost.search.built_in_maps import iterate_built_in_maps
+from layoutmap.cost.search.options import get_specs, list_search_meshes
 from layoutmap.cost.search.space import LayoutSpace, SearchedModel
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.rules import presets, zoo
@@ -25,11 +25,11 @@ def test_written_rules_give_the_layouts_that_were_chosen(name):
     known = zoo.find_model(name)
     plan = lm.plan(lambda: known.make(dtype="bfloat16"), lm.LayoutMap("data=64"), library="keras")
     model, chance = SearchedModel(tuple(a.variable for a in plan.assignments)), random.Random(0)
-    for grid in list_grids(64, 64, 8):
+    for grid in list_search_meshes(64, 64, 8):
         preset = presets.find_matching_preset([group.paths[0] for group in model.groups])
         assert known.preset == preset
         extra_layouts = [
-            (expert.layouts, expert.output_specs) for expert in iterate_expert_maps(model, grid, preset)
+            (expert.layouts, expert.output_specs) for expert in iterate_built_in_maps(model, grid, preset)
         ]
         for tie_similar in (True, False):
             space = LayoutSpace(model, grid, tie_similar=tie_similar, extra_layouts=extra_layouts)

@@ -214,7 +214,7 @@ def test_what_a_step_may_not_do_with_a_module():
     assert [
         ("the step changes the structure of one of its arguments", {"added": "extra", "removed": ""}),
         ("the step changes the structure of one of its arguments", {}),
-        ("<lambda>: it returns a Net", {"where": ""}),
+        ("<lambda>: the step returns a Net", {"where": ""}),
         ("<lambda>: args[0][0] is an nnx object inside another argument", {"type": "Net"}),
     ] == told
     assert not hasattr(model, "extra")

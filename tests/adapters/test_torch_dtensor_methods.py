@@ -135,7 +135,7 @@ def test_experts_on_some_devices_are_refused():
     layout_map = lm.LayoutMap(lm.create_mesh("model=4"), {"up": ("model", None, None)})
     model = layout_map.build(make_experts, library="torch")
     message = (
-        r"a shard in the place of the global tensor(.|\n)*why(.|\n)*to_local\(\) returns the shard of each device"
+        r"is a local shard, but must be the global tensor(.|\n)*why(.|\n)*to_local\(\) returns the shard of each device"
         r"(.|\n)*fix(.|\n)*DTensor.from_local\(shard, mesh, placements\)"
     )
 
@@ -165,7 +165,7 @@ def test_another_mesh_is_refused():
     ]
     one, other = (each.probe.w for each in build)
 
-    with pytest.raises(EngineError, match="redistribute: to another mesh"):
+    with pytest.raises(EngineError, match="cannot redistribute: the target is on another mesh"):
         one.redistribute(other.device_mesh, [Replicate()] * 2)
 
 

@@ -115,7 +115,7 @@ def test_other_ways_to_place_weights_are_refused(tmp_path):
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
     for loader in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
         for name, value in {"device_map": "auto", "tp_plan": "auto", "quantization_config": {}}.items():
-            refused = pytest.raises(ScopeError, match=f"from_pretrained: {name}= is passed in a scope")
+            refused = pytest.raises(ScopeError, match=f"from_pretrained: {name}= cannot be used in a scope")
             with refused as raised, make_map().scope(library="torch"):
                 loader.from_pretrained(tmp_path, **{name: value})
             assert "LayoutMap.from_tp_plan" in raised.value.fix

@@ -138,7 +138,7 @@ def test_what_fully_shard_cannot(many):
     assert "" == found.pop("own: second")
     assert "" == found.pop("own: by weights")
     for way in ("by weights", "inputs="):
-        what = "gradients by some weights were asked for (torch.autograd.grad, or backward(inputs=...))"
+        what = "gradients of some weights were asked for (torch.autograd.grad, or backward(inputs=...))"
         assert what == found.pop(f"fully_shard: {way}")
     assert "" == found.pop("own: inputs=")
     assert is_near(found), found
@@ -269,7 +269,7 @@ def test_options_that_cannot_be_passed_on(few):
         [
             "fully_shard: 'shard' is not an option that a scope passes on",
             names,
-            "  why      torch's fully_shard takes these",
+            "  why      a scope passes on only these options",
             "  fix      use one of these",
         ],
         [
@@ -302,11 +302,11 @@ def test_options_that_cannot_be_passed_on(few):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"batch_dim": "batch", "gather": "own"}, 'gather="own" has weights gathered by this library'),
+        ({"batch_dim": "batch", "gather": "own"}, 'with gather="own", layoutmap gathers the weights itself'),
         ({}, "without batch_dim no weight is gathered"),
         (
             {"batch_dim": "batch"},
-            "all devices are of this process, and fully_shard gathers between several",
+            "all devices are of this process, and fully_shard gathers between processes",
         ),
     ],
 )
@@ -351,6 +351,6 @@ def test_another_way_to_gather():
     assert str(caught.value).splitlines() == [
         "gather='never': this value is not allowed",
         "  choices  'fully_shard', 'own'",
-        "  why      it says how weights that are sharded over batch_dim are gathered",
+        "  why      this option decides how weights that are sharded over batch_dim are gathered",
         "  fix      leave gather out, or pass gather='own'",
     ]

@@ -242,7 +242,7 @@ def test_the_error_names_optimizer_weight_and_both_kinds_of_state():
         optimizer.step()
 
     assert str(caught.value).splitlines() == [
-        "Momentum: its state momentum for a sharded weight has another form than on one device",
+        "Momentum: its state momentum for a sharded weight differs in form from that on one device",
         "  weight      (16, 16)  (model, unsharded)",
         "  one device  Tensor of float16, (16, 16)",
         "  sharded     Tensor of float32, (16, 16)",

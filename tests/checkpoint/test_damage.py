@@ -155,7 +155,7 @@ def test_a_directory_that_is_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone" / "x")
-    fix = "  fix   name a directory; there is "
+    fix = "  fix   name another directory; "
     for name in ("file", "pipe", "nowhere"):
         lines = message(lambda name=name: save(tmp_path / name, 1, OLD))
         assert (f"{tmp_path / name}: checkpoints cannot be written there", fix) == (
@@ -188,7 +188,7 @@ def test_a_system_without_posix_is_refused(tmp_path: Path, monkeypatch: pytest.M
         message(lambda: StepSource(LocalStorage(tmp_path)))[0],
     ]
 
-    assert [f"{tmp_path}: checkpoints are not written or read on this system"] * 2 == refused
+    assert [f"{tmp_path}: checkpoints cannot be written or read on this system"] * 2 == refused
     assert ["step-1"] == names_in(tmp_path)
 
 
@@ -340,7 +340,7 @@ def test_a_newer_version_is_refused(tmp_path: Path) -> None:
     forge(tmp_path / "step-1", ("version",), 99)
     lines = message(lambda: StepSource(LocalStorage(tmp_path)))
 
-    assert f"{tmp_path}/step-1/{NAME}: the format cannot be read" == lines[0]
+    assert f"{tmp_path}/step-1/{NAME}: the format of the manifest is unknown" == lines[0]
     assert "  fix      upgrade: pip install -U layoutmap" == lines[-1]
 
 
@@ -351,10 +351,10 @@ ROW_CHUNKS = [[[2 * i, 2 * i + 2], [0, 4]] for i in range(4)]
 @pytest.mark.parametrize(
     ("places", "found"),
     [
-        ([0, 1, 1, 3], "2 chunks have [2:4, 0:4]"),
-        ([0, 1, 2], "no chunks have [6:8, 0:4]"),
-        ([0, 1, 2, 3, 3], "2 chunks have [6:8, 0:4]"),
-        ([], "no chunks have [0:8, 0:4]"),
+        ([0, 1, 1, 3], "2 chunks contain [2:4, 0:4]"),
+        ([0, 1, 2], "no chunks contain [6:8, 0:4]"),
+        ([0, 1, 2, 3, 3], "2 chunks contain [6:8, 0:4]"),
+        ([], "no chunks contain [0:8, 0:4]"),
     ],
 )
 def test_chunks_that_do_not_cover_their_variable_are_refused(

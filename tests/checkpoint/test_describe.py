@@ -192,7 +192,7 @@ class _Foreign:
     def read(self, path, index=None):
         return VALUES[path] if index is None else VALUES[path][index]
 
-    def check(self, path, index=None):
+    def verify_block(self, path, index=None):
         self.read(path, index)
 
 

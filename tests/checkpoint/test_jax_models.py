@@ -307,7 +307,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert [
         f"{tmp_path}/step-0: the checkpoint does not match this model",
         f"{tmp_path}/step-0: the checkpoint does not match this model",
-        "optimizer: of type optax.GradientTransformationExtraArgs has no state",
+        "optimizer: an object of type optax.GradientTransformationExtraArgs contains no state",
         f"{tmp_path}/step-1: no optimizer state for jax was saved",
     ] == said
 

@@ -100,9 +100,9 @@ def test_sizes_follow_from_shapes_or_are_said_not_to() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a b", "it lacks the arrow"),
+        ("a b", "axes lacks the arrow"),
         ("a (b -> a b", "a parenthesis is not closed"),
-        ("a, b -> a b", "',' is not expected"),
+        ("a, b -> a b", "',' cannot be parsed"),
         ("2/2 a -> a", "there is no part '2/2'"),
         ("a a -> a", "'a' appears twice"),
         ("a b -> a c", "is on one side only"),

@@ -179,7 +179,7 @@ def test_nothing_is_verified_where_others_see_to_it(tmp_path: Path) -> None:
         ({"batch_dim": "batch"}, "load: batch_dim= has no effect without layout_map="),
         (
             {"layout_map": lm.LayoutMap("model=4")},
-            "load: Block is a model, and layout_map= is for a function",
+            "load: Block is a model, and layout_map= needs a function",
         ),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_step_is_a_manifest_and_the_files_of_one_save(url: str) -> None:
     with failing._storage.create_file(failing._folder, "part-00001.json") as sink:
         sink.write(b"{}")
     with pytest.raises(ZeroDivisionError), failing:
-        failing.write()
+        failing.write_step()
 
     assert ["step-3/*/data-00000.safetensors", "step-3/manifest.json"] == names_in(url)
     assert is_good(url, 3, values_of(0))
@@ -107,7 +107,7 @@ def test_a_large_file_is_sent_in_parts(s3: str, monkeypatch: pytest.MonkeyPatch)
 
     (failing,) = writers(place, 1, values | {"x": values["w"]}, before=fail)
     with pytest.raises(ZeroDivisionError), failing:
-        failing.write()
+        failing.write_step()
 
     assert is_good(place, 0, values)
     assert ["step-0/*/data-00000.safetensors", "step-0/manifest.json"] == names_in(place)
@@ -147,9 +147,9 @@ sys.path.insert(0, "tests")
 from checkpoint.saves import save, values_of
 from layoutmap.checkpoint.remote import RemoteStorage
 if sys.argv[2] == "before":
-    RemoteStorage.commit = lambda *_: os.kill(os.getpid(), 9)
+    RemoteStorage.commit_step = lambda *_: os.kill(os.getpid(), 9)
 else:
-    RemoteStorage.remove = lambda *_: os.kill(os.getpid(), 9)
+    RemoteStorage.remove_file = lambda *_: os.kill(os.getpid(), 9)
 save(sys.argv[1], 3, values_of(0))
 """
 

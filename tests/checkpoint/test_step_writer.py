@@ -24,7 +24,7 @@ def run_all(working: list[StepWriter]) -> list[str]:
     def work(number: int) -> None:
         try:
             with working[number]:
-                working[number].write()
+                working[number].write_step()
         except Exception as error:
             said[number] = str(error)
 

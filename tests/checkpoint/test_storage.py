@@ -160,8 +160,8 @@ def test_of_two_saves_of_a_step_one_is_kept(directory: str) -> None:
     """Of two saves of one step the first to end is kept, the other says so, and nothing of it is left."""
     (first,), (second,) = (writers(directory, 3, values_of(seed)) for seed in (0, 1))
     with first:
-        first.write()
+        first.write_step()
     with pytest.raises(CheckpointError, match="step 3 exists already"), second:
-        second.write()
+        second.write_step()
 
     assert is_good(directory, 3, values_of(0))

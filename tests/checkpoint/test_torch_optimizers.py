@@ -235,13 +235,13 @@ def test_no_initializer_computes_what_is_loaded(trained_on_mesh, monkeypatch: py
     *_, directory = trained_on_mesh
     created: list[str] = []
     engine = get_engine("torch")
-    create = type(engine).create
+    create = type(engine).create_initial_values
 
     def noting(self, assignments, initializers, progress=None):
         created.extend(assignment.variable.path for assignment in assignments.values())
         return create(self, assignments, initializers, progress)
 
-    monkeypatch.setattr(type(engine), "create", noting)
+    monkeypatch.setattr(type(engine), "create_initial_values", noting)
     lm.load(Net, directory, layout_map=lm.LayoutMap(lm.create_mesh("model=8"), RULES), library="torch")
     assert {"passing"} >= set(created)
 
@@ -483,7 +483,7 @@ def test_what_is_overridden_is_as_it_is_passed(tmp_path: Path) -> None:
 
     for name, said in (
         ("rate", "override={'rate': True}: the saved optimizer has no setting 'rate'"),
-        ("amsgrad", "amsgrad: the checkpoint has no max_exp_avg_sq for it"),
+        ("amsgrad", "the checkpoint has no slots max_exp_avg_sq, which amsgrad needs"),
     ):
         assert said == unchanged_by(
             lambda name=name: lm.load(other, tmp_path, optimizer=fresh, override={name: True}), other, fresh
@@ -590,7 +590,7 @@ def test_states_of_processes_that_differ_in_form_are_refused(
     found = manifest_in(tmp_path / "step-0")
     found["states"]["processes"].append(second)
     write_manifest(tmp_path / "step-0", found)
-    with pytest.raises(CheckpointError, match="data: the names differ") if second else nullcontext():
+    with pytest.raises(CheckpointError, match="data: its names differ") if second else nullcontext():
         lm.load(model, tmp_path, data=data)
 
 

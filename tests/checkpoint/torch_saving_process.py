@@ -91,15 +91,15 @@ def managed(model, number, folder):
 
 def deleted(model, number, folder):
     """What remains of a step that is deleted while one process has not yet seen that it is there."""
-    is_committed = step_writer.StepWriter._is_committed
+    is_committed = step_writer.StepWriter._is_step_committed
     if number == 1:
-        step_writer.StepWriter._is_committed = lambda self: (time.sleep(0.5), is_committed(self))[1]
+        step_writer.StepWriter._is_step_committed = lambda self: (time.sleep(0.5), is_committed(self))[1]
     with lm.CheckpointManager(folder / "deleted") as manager:
         for step in (1, 2):
             manager.save(model, step)
         manager.delete(2)
         told = {"deleted": refusal(manager.wait), "saved again": manager.save(model, 2)}
-    step_writer.StepWriter._is_committed = is_committed
+    step_writer.StepWriter._is_step_committed = is_committed
     dist.barrier()
     return told | {"in the end": manager.steps}
 

@@ -316,7 +316,7 @@ positional arguments:
     lint      Report layouts that are valid but probably not intended, with the evidence.
     diff      Show what changes from one plan to another; the exit code is 1 if anything does.
     search    Find the layout map with the fastest training step on a machine, and compare it with
-              built-in expert maps.
+              built-in maps.
     checkpoint
               Show, verify, relayout, and export checkpoints without loading a framework.
     devices   List the devices of this process, and its number in a job of several.
@@ -475,7 +475,7 @@ FAILED = {
         "float32[8,8]",
         "--on",
         "h100:8",
-    ): "the machine has 8 devices, and the mesh 2",
+    ): "the machine has 8 devices, but the mesh has 2",
     ("plan", "cli_models:make", "--mesh", "x=2", "--on", "h10"): "did you mean 'h100'?",
     ("diff", "cli_models.json", "cli_models:make"): "cli_models.json cannot be read",
     ("plan", "keras_hub:llama3_405", "--mesh", "x=2"): "did you mean 'llama3_405b'?",

@@ -76,7 +76,7 @@ def folder(files, monkeypatch):
 
 # What is named in the place of a model, and a part of the answer that shows what to do.
 NAMES = {
-    "latin.json": "save it as UTF-8",
+    "latin.json": "save the file as UTF-8",
     "utf16.json": "not UTF-8 text: byte 0 is 0xff",
     "deep.json": "deep.json: ",
     "empty.json": "empty.json: ",
@@ -173,7 +173,7 @@ def test_an_exception_of_the_users_code(command, module, folder, capsys):
 
 
 OPTIONS = {
-    ("--rules", "latin.yaml"): "save it as UTF-8",
+    ("--rules", "latin.yaml"): "save the file as UTF-8",
     ("--rules", "missing.yaml"): "name a file that exists",
     ("--rules", "sub"): "Is a directory",
     ("--rules", "deep.yaml"): "deep.yaml: ",

@@ -239,7 +239,7 @@ sharding specs None are no list
         """\
 sharding specs {'model'} have no order
   mesh  batch=2, model=4
-  why   they are of type set, and which spec is for which axis goes by order
+  why   they are of type set, but each spec is for the axis at its position
   fix   write a list or a tuple""",
     ),
     "text for a mesh": (
@@ -318,7 +318,7 @@ a layout of rank 2 has no axis 2
 there is no shard (2, 0)
   layout  (batch, unsharded)
   mesh    batch=2, model=4
-  why     axis 0 is sharded into 2 pieces
+  why     axis 0 is split into 2 shards
   fix     give one number for each axis; the last shard is (1, 0)""",
     ),
     "a shard of an axis that is not sharded": (
@@ -352,7 +352,7 @@ layout: axis 1 cannot be split evenly
     "a shape of another rank": (
         lambda: Layout([None, "model"], MESH).global_shape_from_local_shape((8,)),
         """\
-layout: a layout of rank 2 for a tensor of rank 1
+layout: a layout of rank 2 does not fit a tensor of rank 1
   shape   (8,)
   layout  (unsharded, model)
   mesh    batch=2, model=4

@@ -435,7 +435,7 @@ BAD_MESHES = {
     "an open size that does not divide": (
         lambda: infer_unknown_size(parse_mesh_dims("x=-1,y=3"), 8),
         (
-            "mesh dim 'x' of size -1 cannot be determined\n"
+            "the size -1 of mesh dim 'x' cannot be determined\n"
             "  mesh     x=-1, y=3\n"
             "  devices  8\n"
             "  why      8 devices are not a multiple of 3\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from layoutmap.core.paths import merge_paths
+from layoutmap.core.paths import format_merged_paths
 
 PROCESSES = ("core",)
 
@@ -19,4 +19,4 @@ PROCESSES = ("core",)
 )
 def test_numbers_are_merged(paths, merged):
     """Those that differ, as ranges; a number that is longer than a reader of numbers takes stays as it is."""
-    assert merged == merge_paths(paths)
+    assert merged == format_merged_paths(paths)

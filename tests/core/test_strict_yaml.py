@@ -51,7 +51,7 @@ REFUSED = {
     "merge": ("version: 1\nrules:\n  a: &a [x]\n  <<: *a", 4, "the merge key << is not read"),
     "key twice": ("version: 1\nrules:\n  a: [x]\n  'a': [y]", 4, "'a' appears twice"),
     "null twice": ("version: 1\nrules:\n  ~: [x]\n  null: [y]", 4, "None appears twice"),
-    "deep": ("version: 1\nrules: {a: " + "[" * 900, 2, "it is nested more than 10 deep"),
+    "deep": ("version: 1\nrules: {a: " + "[" * 900, 2, "it has more than 10 levels"),
     "bomb": (BOMB, 5, "its aliases repeat more than 100000 values"),
     "one long list": (
         "a: &a [" + "x," * 999 + "]\nb: [" + "*a," * 999 + "]",

@@ -209,28 +209,28 @@ mesh_dimensions { name: "x" size: 2 } is not a LayoutProto
     "nothing": (
         lambda: b"",
         """\
-layout message has no mesh
+the LayoutProto has no mesh
   why   it is empty
   fix   pass the message of as_proto(), or its bytes""",
     ),
     "a layout without a mesh": (
         lambda: layout_pb2.LayoutProto(sharding_specs=[layout_pb2.ShardingSpec(sharding_spec="x")]),
         """\
-layout message has no mesh
+the LayoutProto has no mesh
   why   its mesh_config is not set
   fix   pass the message of as_proto(), or its bytes""",
     ),
     "a parted layout": (
         lambda: layout_pb2.LayoutProto(type="PARTED", mesh_config=MESH.as_proto()),
         """\
-layout message is of type PARTED
+the LayoutProto is of type PARTED
   why   only static layouts are supported: each axis sharded over named mesh dims or replicated
   fix   use Layout(sharding_specs, mesh)""",
     ),
     "a type of the future": (
         lambda: b"\x12\x00\x18\x07",
         """\
-layout message is of type 7
+the LayoutProto is of type 7
   why   only static layouts are supported: each axis sharded over named mesh dims or replicated
   fix   use Layout(sharding_specs, mesh)""",
     ),
@@ -256,7 +256,7 @@ def test_a_mesh_message_of_another_kind_is_refused(field):
 
     (name,) = field
     assert f"""\
-mesh message has {name} set
+the MeshProto has {name} set
   why   only meshes of named dims are supported
   fix   make the mesh from dims and devices""" == str(raised.value)
 

@@ -122,7 +122,7 @@ def test_a_machine_without_a_number_has_the_devices_of_the_mesh():
         with pytest.raises(LayoutMapError) as caught:
             resolve_machine(f"h100:{number}", mesh)
         assert textwrap.dedent(f"""\
-            on='h100:{number}': the machine has {number} devices, and the mesh 32
+            on='h100:{number}': the machine has {number} devices, but the mesh has 32
               mesh  data=4, model=8
               why   each device of the machine is at one position of the mesh
               fix   use h100:32, or a mesh of {number} devices""") == str(caught.value)
@@ -136,12 +136,12 @@ def test_a_machine_without_a_number_has_the_devices_of_the_mesh():
         (
             "abacus:2",
             "there is no device 'abacus'",
-            "describe it in a file, as in on='mine.yaml:my_device:64'",
+            "describe the device in a file, as in on='mine.yaml:my_device:64'",
         ),
-        ("h100:0", "names no machine", "write it as in h100:64"),
-        ("h100:8:8", "names no machine", "write it as in h100:64"),
-        ("", "names no machine", "write it as in h100:64"),
-        ("nowhere.yaml:big:8", "nowhere.yaml cannot be read", "name a UTF-8 file of devices"),
+        ("h100:0", "does not name a machine", "write it as in h100:64"),
+        ("h100:8:8", "does not name a machine", "write it as in h100:64"),
+        ("", "does not name a machine", "write it as in h100:64"),
+        ("nowhere.yaml:big:8", "nowhere.yaml cannot be read", "name a UTF-8 file that describes devices"),
     ],
 )
 def test_a_name_of_no_machine_is_refused(name, what, fix):

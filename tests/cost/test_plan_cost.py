@@ -196,12 +196,12 @@ def test_a_machine_without_a_number_has_the_mesh_and_a_machine_may_be_given():
     [
         (
             {"on": "h100:32"},
-            "the machine has 32 devices, and the mesh 64",
+            "the machine has 32 devices, but the mesh has 64",
             "use h100:64, or a mesh of 32 devices",
         ),
-        ({"on": "h100:128"}, "the machine has 128 devices, and the mesh 64", "use h100:64"),
+        ({"on": "h100:128"}, "the machine has 128 devices, but the mesh has 64", "use h100:64"),
         ({"on": "h10"}, "there is no device 'h10'", "did you mean 'h100'?"),
-        ({"on": 64}, "on=64 names no machine", 'write it as in on="h100:64"'),
+        ({"on": 64}, "on=64 does not name a machine", 'write it as in on="h100:64"'),
         ({"on": "h100", "inputs": None}, "plan: on='h100' needs inputs", "pass inputs="),
         (
             {"on": "h100", "batch_dim": "rows"},
@@ -239,7 +239,7 @@ def test_a_step_on_tensorflow_is_refused_with_advice():
     """The same rules can be planned on JAX."""
     with pytest.raises(LayoutMapError) as caught:
         load_step_counter("tensorflow")
-    assert "the cost of a step cannot be counted on tensorflow" == caught.value.what
+    assert "the cost of a step cannot be computed on tensorflow" == caught.value.what
     assert "plan the same rules with the model on JAX" in caught.value.fix
 
 

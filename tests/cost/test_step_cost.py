@@ -404,8 +404,8 @@ def test_layers_to_recompute_that_there_are_not():
             lm.step_cost(make, lm.LayoutMap(MESH), inputs=(BATCH,), library="jax", remat=remat)
         return raised.value.what
 
-    assert "Block: remat matches none of its layers" == error(lambda: Block(nnx.Rngs(0)), "blocks")
-    assert "dict: remat matches none of its layers" == error(pytree, "blocks")
+    assert "Block: remat does not match any layer of the model" == error(lambda: Block(nnx.Rngs(0)), "blocks")
+    assert "dict: remat does not match any layer of the model" == error(pytree, "blocks")
     assert "remat='(' is not a regex for layers" == error(pytree, "(")
 
 
@@ -465,7 +465,7 @@ def test_an_array_in_a_list_outside_of_variables_is_refused_by_name():
 
     layout_map = lm.LayoutMap("batch=2,model=4", {r"up\.kernel": (None, "model")})
     with pytest.raises(
-        lm.ScopeError, match=r"^the cost of the step cannot be counted: order\.0 would be a constant in it"
+        lm.ScopeError, match=r"^the cost of the step cannot be computed: order\.0 would be a constant in it"
     ):
         lm.step_cost(
             lambda: Table(nnx.Rngs(0)), layout_map, inputs=jax.ShapeDtypeStruct((8, WIDTH), "float32")
@@ -533,7 +533,7 @@ def test_a_model_that_cannot_be_traced_says_so():
     with pytest.raises(lm.ScopeError) as raised:
         lowered(Block, inputs=wide).count(lm.LayoutMap(MESH))
     text = str(raised.value)
-    assert text.startswith("Block: its training step fails when it is traced")
+    assert text.startswith("Block: the training step fails when it is traced")
     assert f"float32[{ROWS}, {WIDTH + 1}]" in text
 
 

@@ -75,7 +75,7 @@ def test_a_process_with_a_process_group_is_refused():
     layout_map.rest = "replicated"
     lm.build(make, layout_map, library="torch")
     with pytest.raises(
-        LayoutMapError, match="the cost of a step cannot be counted in this process"
+        LayoutMapError, match="the cost of a step cannot be computed in this process"
     ) as caught:
         lm.plan(make, layout_map, inputs=Given(), on="h100", library="torch")
 

@@ -127,7 +127,7 @@ def test_programs_make_only_shards():
     assert draw.program is not None
     traced = trace_program(draw.program.function, draw.program.seed)
     program = ShardedProgram(traced, engine().make_native_layout(layout, 2))
-    steps = program.lower_steps()
+    steps = program.lower_segments()
     for lowered in steps:
         compiled = lowered.compile()
         text = compiled.as_text()

@@ -107,7 +107,7 @@ def test_what_does_not_divide_is_named():
 def test_a_scalar_has_a_layout_of_rank_0():
     """TensorFlow accepts a layout of rank 1 for a scalar; here the ranks are compared."""
     assert [] == dtensor.fetch_layout(dtensor.relayout(tf.constant(1.0), own_layout(None))).sharding_specs
-    with pytest.raises(LayoutError, match="a layout of rank 1 for a tensor of rank 0"):
+    with pytest.raises(LayoutError, match="a layout of rank 1 does not fit a tensor of rank 0"):
         lm.dtensor.relayout(tf.constant(1.0), Layout([None], GRID))
 
 

@@ -89,11 +89,11 @@ def test_settings_are_those_of_tf_variable():
     [
         ("a DVariable needs a layout", lambda: lm.DVariable(VALUES)),
         (
-            "is in another layout",
+            "is in a different layout",
             lambda: lm.DVariable(on_grid(VALUES, "x", "y"), layout=Layout(["y", "x"], GRID)),
         ),
         ("w: axis 1 cannot be split evenly", lambda: lm.DVariable(VALUES[:, :3], layout=X_Y, name="w")),
-        ("a layout of rank 2 for a tensor of rank 0", lambda: lm.DVariable(3.0, layout=X_Y)),
+        ("a layout of rank 2 does not fit a tensor of rank 0", lambda: lm.DVariable(3.0, layout=X_Y)),
     ],
 )
 def test_a_variable_without_a_layout_that_fits_is_refused(words, make):
@@ -323,7 +323,7 @@ def test_a_value_of_another_shape_is_refused():
     held = variable(name="w")
     for value in (1.0, VALUES[:2], VALUES[:, :1]):
         for method in (held.assign, held.assign_add, held.assign_sub):
-            with pytest.raises(LayoutError, match="w:0: a value of another shape"):
+            with pytest.raises(LayoutError, match="w:0: the assigned value has a different shape"):
                 method(value)
 
     assert_same_bits(VALUES, held.numpy())

@@ -258,7 +258,7 @@ def test_several_meshes_are_said_each_with_its_part():
     assert {"a": "(data, model)", "b": "(data,)"} == layouts(plan)
     assert [("another mesh", "warning", "c"), ("another mesh", "note", "b")] == problems(plan)
     assert {"layout": "(stage,)", "its mesh": "stage=4"}.items() <= dict(plan.problems[0].facts).items()
-    assert "the plan counts it as replicated over model" == plan.problems[1].why
+    assert "the plan treats this array as replicated over model" == plan.problems[1].why
 
 
 def test_a_mesh_without_devices_that_was_used_first_changes_nothing():

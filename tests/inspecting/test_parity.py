@@ -275,7 +275,9 @@ def test_two_builds_that_differ_are_no_comparison():
 
 def test_a_plan_that_does_not_fit_is_reported_as_such():
     """A layout map that does not fit the model raises its plan's problems, not a difference."""
-    with pytest.raises(lm.PlanError, match=r"^d1\.kernel: a layout of rank 1 for a tensor of rank 2\n"):
+    with pytest.raises(
+        lm.PlanError, match=r"^d1\.kernel: a layout of rank 1 does not fit a tensor of rank 2\n"
+    ):
         lm.check_parity(mlp, make_map({r"d1\.kernel": ("model",)}), numbers())
 
 

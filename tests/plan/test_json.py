@@ -124,7 +124,10 @@ NOTE = {"severity": "note", "subject": "d", "what": "it is"}
 STRICT = {
     "another list": ("[]", "the file is not a plan"),
     "another format": (changed(format="other"), "the file is not a plan"),
-    "a later version": (changed(version=4), "version 4\n  why   this layoutmap reads versions 1 to 3"),
+    "a later version": (
+        changed(version=4),
+        "version 4 is not known\n  why   this layoutmap reads versions 1 to 3",
+    ),
     "an older one without a cost": (changed(version=2), "plan has no 'collectives'"),
     "an empty cost": (changed(cost={}), "plan has no 'collectives'"),
     "verdict": (changed(verdict=True), "verdict is not an object"),

@@ -486,8 +486,8 @@ def test_a_finding_of_a_step_says_what_it_costs():
     plan = costs.plan(None, [Collective("all_gather", ("model",), 2, BIG, KERNEL, "forward")])
     finding = next(p for p in plan.lint() if p.kind == "gathered weight")
 
-    why = "the batch is not sharded over model, so its devices compute the same with the gathered weight"
-    fix = "lay out what its layer and the one before it output, so that each device computes with its part: "
+    why = "the batch is not sharded over model, so devices along it all compute with the whole weight"
+    fix = "lay out the outputs of this layer and of the layer before, so that each device computes a part: "
     assert (
         "blocks.0.up.kernel: it is gathered over model in each step\n"
         "  layout     (data, model)     rule 1  .*up\\.kernel\n"

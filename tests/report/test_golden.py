@@ -92,7 +92,7 @@ blocks.{0..1}       2  (batch, unsharded)  1
 Plan: 18 variables on batch=2, model=4, 13.7 KiB, 2.9 KiB per device; 2 errors, 8 warnings
 largest variable initialized on one device: odd, 384 B
 
-error: flat: a layout of rank 2 for a tensor of rank 1
+error: flat: a layout of rank 2 does not fit a tensor of rank 1
   shape   (64,)
   layout  (unsharded, model)     rule 8  flat
   mesh    batch=2, model=4
@@ -244,7 +244,7 @@ flat
   layout      (unsharded, model)
   per device  does not fit
   because     rule 8  flat
-  error       flat: a layout of rank 2 for a tensor of rank 1
+  error       flat: a layout of rank 2 does not fit a tensor of rank 1
                 shape   (64,)
                 layout  (unsharded, model)     rule 8  flat
                 mesh    batch=2, model=4

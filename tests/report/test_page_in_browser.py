@@ -23,7 +23,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 import layoutmap as lm
 from layoutmap.cli.main import main
-from layoutmap.core.paths import merge_paths
+from layoutmap.core.paths import format_merged_paths
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.table import Collective
 from layoutmap.plan.completeness import find_unbuilt_problem, make_unbuilt_problem
@@ -475,7 +475,7 @@ def test_paths_are_merged_as_in_the_terminal(compute, path, numbers):
     words = re.split(r"\d+", path)
     paths = ["".join(word + str(n) for word, n in zip(words, each, strict=False)) for each in numbers]
 
-    assert merge_paths(paths) == compute("return layoutmap.mergedPath(arguments[0])", paths)
+    assert format_merged_paths(paths) == compute("return layoutmap.mergedPath(arguments[0])", paths)
 
 
 @given(st.data())

@@ -122,7 +122,11 @@ REFUSED = {
     ),
     "a number": ({"d.kernel": 3}, "3 is not a PartitionSpec", "or a tuple"),
     "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 is not supported in a layout", "leave it out"),
-    "too many": ({"d.bias": ("fsdp", None)}, "2 entries for an array of 1 axes", "remove entries"),
+    "too many": (
+        {"d.bias": ("fsdp", None)},
+        "the spec has 2 entries, but the array has 1 axes",
+        "remove entries",
+    ),
     "a dim": ({"d.bias": ("model",)}, "spec 'model' of axis 0 is not allowed", "use one of 'fsdp', 'tensor'"),
     "a dim twice": ({"d.kernel": ("fsdp", "fsdp")}, "spec 'fsdp' of axis 1 is not allowed", "leave axis 1"),
 }
@@ -130,12 +134,12 @@ REFUSED = {
 
 BAD_RULES = {
     "a dict": ({"wq": ()}, "are not rules", "write a list of pairs"),
-    "no pair": (["wq"], "rule 1 is 'wq'", "write it as in"),
-    "three": ([("wq", (), ())], "rule 1 is ('wq', (), ())", "write it as in"),
+    "no pair": (["wq"], "rule 1 cannot be read: 'wq'", "write it as in"),
+    "three": ([("wq", (), ())], "rule 1 cannot be read: ('wq', (), ())", "write it as in"),
     "no regex": ([("*wq", ())], "from_partition_rules: rule 1 '*wq' is not a regex", "'.*wq'"),
     "too long": (
         [(".*", (None, None, "fsdp"))],
-        "rule 1 '.*', which matches d.kernel: 3 entries for an array of 2 axes",
+        "rule 1 '.*', which matches d.kernel: the spec has 3 entries, but the array has 2 axes",
         "remove entries",
     ),
 }

@@ -159,9 +159,9 @@ def test_packed_weights_are_sharded_as_one_with_a_warning():
             textwrap.dedent("""\
             tp_plan: packed weights are sharded in consecutive pieces
               entries  mlp.experts.gate_up_proj (packed_colwise)
-              why      a layout shards an axis as one; transformers shards each of the weights in it by itself. The \
-numbers are the same, and taking the weights apart moves them between devices
-              fix      shard the experts instead, with the config's base_model_ep_plan, or let it be""")
+              why      a layout shards the axis as a whole, but transformers shards each weight in it. The \
+results are equal, but splitting the axis into the weights sends values between devices
+              fix      shard the experts instead, with the config's base_model_ep_plan, or ignore this""")
             == str(caught[0].message)
         )
         assert [__file__] == [w.filename for w in caught]

@@ -100,8 +100,8 @@ def test_what_is_said_of_the_rest_is_in_the_file():
     with pytest.raises(lm.RuleError) as refused:
         lm.LayoutMap.from_yaml("{version: 1, rest: sharded}")
     assert """\
-rules file: rest='sharded'
-  why   it says that variables without a rule are replicated on purpose
+rules file: rest='sharded' is not allowed
+  why   it says whether variables without a rule are replicated on purpose or get a warning
   fix   use 'replicated' or None; for a sharded layout add a rule as the last one""" == str(refused.value)
 
 
@@ -120,13 +120,13 @@ def test_another_mesh_may_take_the_place_of_the_files():
             """\
 rules file: 'a' appears twice
   line  4
-  why   two rules for one pattern contradict each other
+  why   a key has one value, and a pattern one rule
   fix   delete one of them""",
         ),
         (
             "version: 2\n",
             """\
-rules file of version 2
+rules file has the unknown version 2
   why   this layoutmap reads version 1
   fix   write version: 1, delete the line, or use the layoutmap release that wrote the file""",
         ),
@@ -141,7 +141,7 @@ rules file: mesh: mesh dim 'batch' of size 4 is not allowed
         (
             "version: 1\nrule: {}\n",
             """\
-rules file: the file has a key 'rule'
+rules file: the file has the unknown key 'rule'
   why   the keys are activations, mesh, rest, rules, uneven, version
   fix   correct the key, or delete it""",
         ),

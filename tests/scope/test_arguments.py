@@ -117,7 +117,7 @@ def test_inputs_that_are_no_arrays(inputs, shape, leaf, kind):
     """A shape alone says no element type, so the fix is an input of that shape."""
     assert f"""\
 inputs={inputs}: {leaf} is not an array
-  why   it is {kind}, and has neither a shape nor an element type
+  why   it is {kind}, without a shape or without an element type
   fix   pass an example batch, or its shape and type: inputs=keras.Input(batch_shape={shape}, dtype="float32")\
 """ == refused(lambda: lm.plan(make_model, MAP, inputs=inputs))
     fixed = keras.Input(batch_shape=(8, 16), dtype="float32")

@@ -73,7 +73,7 @@ def test_given_devices_are_used_as_they_are():
 @pytest.mark.parametrize(
     ("kind", "words", "asked"),
     [
-        (MeshError, "mesh of 16 devices, and JAX has 8", {"mesh_dims": "x=16", "engine": "jax"}),
+        (MeshError, "the mesh needs 16 devices, but JAX has 8", {"mesh_dims": "x=16", "engine": "jax"}),
         (MeshError, "8 devices are not a multiple of 3", {"mesh_dims": "x=3,y=-1", "engine": "jax"}),
         (MeshError, "all have size -1", {"mesh_dims": "x=-1,y=-1", "engine": "jax"}),
         (EngineError, "no GPU devices", {"mesh_dims": "x=1", "engine": "jax", "device_type": "gpu"}),
@@ -100,7 +100,7 @@ def test_too_few_devices_are_refused_with_what_helps_a_program_that_runs(device_
         create_mesh("x=16", engine="jax", device_type=device_type)
 
     assert """\
-mesh of 16 devices, and JAX has 8
+the mesh needs 16 devices, but JAX has 8
   mesh     x=16
   devices  CPU:0, CPU:1, CPU:2, CPU:3, CPU:4, CPU:5, CPU:6, CPU:7
   why      each position of the mesh needs a device

@@ -63,7 +63,7 @@ def _engine_name():
     return RUNNING if RUNNING in PROCESSES else "jax"
 
 
-ELSEWHERE = "built in a task or thread that was started inside of a scope, so it is not laid out"
+ELSEWHERE = "is built in a task or thread that was started in a scope, so it stays unsharded"
 
 
 def test_tasks_and_threads_inherit_no_scope(library):

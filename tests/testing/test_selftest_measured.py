@@ -70,7 +70,7 @@ def test_a_file_with_one_device_needs_no_name(tmp_path):
     with pytest.raises(lm.LayoutMapError, match="it does not say which device of the file") as caught:
         machine_named(str(path))
 
-    assert "has several" in caught.value.why
+    assert "describes several devices" in caught.value.why
     assert caught.value.fix.startswith("name one of them, as in on=")
 
 

@@ -9,7 +9,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 from layoutmap.adapters.missing_backend import make_missing_backend_error, set_only_installed_backend
-from layoutmap.adapters.protocol import Adapter, Building, Checkpointing, Inspecting, Training
+from layoutmap.adapters.protocol import (
+    Adapter,
+    CheckpointAdapter,
+    InspectionAdapter,
+    ModelAdapter,
+    TrainingAdapter,
+)
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.engines.tested import import_framework_module
 
@@ -17,10 +23,10 @@ __all__ = [
     "ADAPTERS",
     "REFUSED_LIBRARIES",
     "Adapter",
-    "Building",
-    "Inspecting",
-    "Checkpointing",
-    "Training",
+    "ModelAdapter",
+    "InspectionAdapter",
+    "CheckpointAdapter",
+    "TrainingAdapter",
     "get_model_adapter",
     "require_capability",
     "get_adapter",
@@ -29,7 +35,7 @@ __all__ = [
     "refuse_library",
 ]
 
-Capable = TypeVar("Capable", bound=Building)
+Capable = TypeVar("Capable", bound=ModelAdapter)
 
 ADAPTERS = {
     "keras": "layoutmap.adapters.keras",
@@ -74,7 +80,7 @@ _SYNONYMS = {
 """Other names of a library."""
 
 
-def get_adapter(name: str) -> Building:
+def get_adapter(name: str) -> ModelAdapter:
     """Return the adapter of a model library.
 
     Args:
@@ -109,12 +115,12 @@ def get_adapter(name: str) -> Building:
         raise
 
 
-def require_capability(adapter: Building, capability: type[Capable], function: str) -> Capable:
-    """Return the adapter if it implements an optional protocol, such as `Training`, else raise.
+def require_capability(adapter: ModelAdapter, capability: type[Capable], function: str) -> Capable:
+    """Return the adapter if it implements an optional protocol, such as `TrainingAdapter`. Otherwise raise.
 
     Args:
         adapter: The adapter.
-        capability: `Training`, `Checkpointing`, `Inspecting`, or `Adapter` for all of them.
+        capability: `TrainingAdapter`, `CheckpointAdapter`, `InspectionAdapter`, or `Adapter` for all of them.
         function: The name of the calling function, such as `"save"`.
 
     Raises:
@@ -125,15 +131,15 @@ def require_capability(adapter: Building, capability: type[Capable], function: s
     known = {name for name in dir(capability) if not name.startswith("_")}
     missing = sorted(name for name in known if not hasattr(adapter, name))
     raise ScopeError(
-        f"{function}: the adapter of {adapter.name} models does not support it",
+        f"{function} does not support {adapter.name} models",
         facts={"missing": ", ".join(missing)},
         why=f"{function} needs an adapter that implements the protocol {capability.__name__}",
         fix=f"write the missing methods, which layoutmap.adapters.protocol.{capability.__name__} describes",
     )
 
 
-def get_imported_adapter() -> Building:
-    """Return the adapter of the model library that the program has imported.
+def get_imported_adapter() -> ModelAdapter:
+    """Return the adapter of the model library that the user's code has imported.
 
     Raises:
         ScopeError: It has imported none.
@@ -152,7 +158,7 @@ def get_imported_adapter() -> Building:
 
 
 @contextmanager
-def refuse_other_libraries(adapter: Building) -> Generator[None]:
+def refuse_other_libraries(adapter: ModelAdapter) -> Generator[None]:
     """Raise if models of other imported libraries are built until the block ends, because they would stay unsharded."""
     with ExitStack() as stack:
         for name in ADAPTERS:
@@ -163,7 +169,7 @@ def refuse_other_libraries(adapter: Building) -> Generator[None]:
         yield
 
 
-def find_model_adapter(model: Any) -> Building | None:
+def find_model_adapter(model: Any) -> ModelAdapter | None:
     """Return the adapter of the library that a model belongs to, or None if no library owns it."""
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     names = [name for name in ADAPTERS if name in packages]
@@ -173,7 +179,7 @@ def find_model_adapter(model: Any) -> Building | None:
     return next((adapter for adapter in adapters if adapter.owns_model(model)), None)
 
 
-def get_model_adapter(model: Any) -> Building:
+def get_model_adapter(model: Any) -> ModelAdapter:
     """Return the adapter of the library that a model belongs to.
 
     Raises:

@@ -29,7 +29,7 @@ class active_session(ClosingContext):
     """
 
     def __init__(self, session: Any):
-        self.session = session  # None after the scope is closed
+        self.session = session  # `close` sets it to None
         self.has_warned = False
         self._thread = threading.get_ident()
         task = _get_asyncio_task()
@@ -45,7 +45,7 @@ class active_session(ClosingContext):
         _current.set(_SessionStackEntry(weakref.ref(self), next(_iterate_active_entries(), None)))
 
     def close(self) -> None:
-        """Make the enclosing session current again, unless this one is closed already."""
+        """Make the enclosing session current again. Do nothing if this session is already closed."""
         self.session = None
         entry = _current.get()
         if entry is not None and entry.activation() is self:
@@ -54,7 +54,7 @@ class active_session(ClosingContext):
 
 @dataclass(frozen=True, slots=True)
 class _SessionStackEntry:
-    """Weak reference to an activation of a session, with the entry of the enclosing session."""
+    """A weak reference to an activated session, and the entry of the enclosing session, if there is one."""
 
     activation: weakref.ref[active_session]
     outer: _SessionStackEntry | None
@@ -70,13 +70,13 @@ def get_current_session() -> Any:
 
 
 def is_session_active(session: Any) -> bool:
-    """Return whether a session is open in this thread and task, even if another one is nested inside it."""
+    """Return whether a session is open in this thread and task, even if a different session is nested inside it."""
     return any(each is session for each in _iterate_active_sessions())
 
 
-# A new task copies the context, but a model built there would stay unsharded without a warning (decisions/0031).
+# A scope does not apply in a task that starts in it, so warn that a model built there is unsharded (decisions/0031).
 def warn_of_model_in_inner_task(library: str, model_name: str) -> None:
-    """Warn once for each scope if a model is built in a task or thread that was started inside the scope."""
+    """Warn once for each scope if a model is built in a task or thread that started while the scope was open."""
     entry = _current.get()
     activation = entry and entry.activation()
     if activation is None or activation.session is None or activation.has_warned:
@@ -85,9 +85,9 @@ def warn_of_model_in_inner_task(library: str, model_name: str) -> None:
         return
     activation.has_warned = True
     text = format_message(
-        f"{model_name}: it is built in a task or thread that was started inside of a scope, so it is not laid out",
+        f"{model_name}: this model is built in a task or thread that was started in a scope, so it stays unsharded",
         {},
-        "a scope holds for the code of its block alone, since a task may run before its end, after it, or meanwhile",
+        "a scope applies only to the code of its own block, because a task may run before or after the block ends",
         "build the model in the block itself, or in the task with layout_map.build(make_model)",
     )
     warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({library}))
@@ -111,7 +111,7 @@ def _iterate_active_entries() -> Iterator[_SessionStackEntry]:
 
 
 def _get_asyncio_task() -> Any:
-    """Return the current asyncio task, or None."""
+    """Return the running asyncio task of this thread, or None."""
     asyncio: Any = sys.modules.get("asyncio")  # without asyncio there are no tasks
     try:
         return asyncio and asyncio.current_task()

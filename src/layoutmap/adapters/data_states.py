@@ -12,21 +12,21 @@ from layoutmap.core.errors import CheckpointError
 
 
 def read_state(data: object) -> Any:
-    """Return the state of a data iterator or schedule, or the states by name for a mapping."""
+    """Return the state of a data iterator or schedule. For a mapping, return the state of each value by name."""
     if isinstance(data, Mapping):
         return {name: read_state(each) for name, each in cast("Mapping[Any, Any]", data).items()}
     for name in ("state_dict", "get_state"):
         if callable(method := getattr(data, name, None)):
             return method()
     raise CheckpointError(
-        f"data: {describe_type(data)}, which has no state to save",
+        f"data {describe_type(data)} has no state to save",
         why="save calls state_dict() or get_state() of the object",
         fix="pass an object with one of these methods, or a mapping of several, or store your own state as metadata",
     )
 
 
 def make_restore_function(data: object) -> Callable[[], object]:
-    """Return a function that restores the present state of `data`. It skips parts without a state."""
+    """Return a function that restores the present state of `data`, and ignores objects without a state."""
     if isinstance(data, Mapping):
         restore_functions = [make_restore_function(each) for each in cast("Mapping[Any, Any]", data).values()]
         return lambda: [restore() for restore in restore_functions]
@@ -36,7 +36,7 @@ def make_restore_function(data: object) -> Callable[[], object]:
         return lambda: None
 
     def restore() -> None:
-        with contextlib.suppress(Exception):  # keep the original error
+        with contextlib.suppress(Exception):  # must not replace the original error
             find_restore_method(data)(state)
 
     return restore
@@ -52,12 +52,12 @@ def restore_state(data: object, state: Any) -> None:
 
 
 def find_restore_method(data: object) -> Any:
-    """Return the method that restores an object's state."""
+    """Return the method that restores an object's state, or raise if it has none."""
     for name in ("load_state_dict", "set_state"):
         if callable(method := getattr(data, name, None)):
             return method
     raise CheckpointError(
-        f"data: {describe_type(data)}, which cannot restore a state",
+        f"data {describe_type(data)} cannot restore a state",
         why="load calls load_state_dict() or set_state() of the object",
         fix="pass the same type of object that was saved",
     )

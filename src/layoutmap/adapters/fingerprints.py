@@ -18,7 +18,7 @@ from layoutmap.engines.agreement import NamedText
 
 
 def iterate_versions(*packages: str) -> Iterator[NamedText]:
-    """Yield the versions of Python, of layoutmap, and of each of these packages that is imported."""
+    """Yield the versions of Python, of layoutmap, and of each package in `packages` that is imported."""
     yield "Python", "{}.{}".format(*sys.version_info)
     for name in ("layoutmap", *packages):
         if name in sys.modules:
@@ -38,12 +38,12 @@ def describe_function(function: Any) -> str:
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     try:
         return f"{name}, source {zlib.crc32(dedent(inspect.getsource(function)).encode()):08x}"
-    except (OSError, TypeError):  # the source of interactive or compiled functions is unavailable
+    except (OSError, TypeError):  # an interactive or compiled function has no source, so use its name
         return name
 
 
 def describe_value(value: Any) -> str:
-    """Return a setting as text: a simple value, `describe_function` of a function, or the type of another object."""
+    """Return a setting as text: a simple value by its repr, a function by its source, and others by their type."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if isinstance(value, (list, tuple)):

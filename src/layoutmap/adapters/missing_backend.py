@@ -13,7 +13,7 @@ _FIX_IN_PYTHON = 'start Python anew, and write os.environ["KERAS_BACKEND"] = "{}
 
 
 def set_only_installed_backend() -> None:
-    """Set `KERAS_BACKEND` to the only installed framework, unless the program has set it or imported Keras."""
+    """Set `KERAS_BACKEND` to the only installed framework, unless it is set already or Keras is imported."""
     there = list_installed_engines()
     if len(there) == 1 and "keras" not in sys.modules:
         os.environ.setdefault("KERAS_BACKEND", there[0])
@@ -22,7 +22,7 @@ def set_only_installed_backend() -> None:
 def make_missing_backend_error(
     error: BaseException | None, choose_fix: str = _FIX_IN_PYTHON
 ) -> ScopeError | None:
-    """Return the error to raise if an import of Keras failed because its backend is not installed, else None."""
+    """Return the error to raise if Keras could not be imported because its backend is not installed, or None."""
     if not isinstance(error, ModuleNotFoundError) or not _is_keras_import_failure(error):
         return None
     backend = str(error.name).partition(".")[0]

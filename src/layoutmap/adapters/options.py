@@ -52,7 +52,7 @@ Rows = Literal["global", "own"]
 
 
 class OptionsByName(TypedDict, total=False):
-    """The options of a scope by name, of all libraries and of torch, for editors and type checkers."""
+    """All scope options by name, also those only for torch, for editors and type checkers."""
 
     strict: bool
     batch_dim: BatchDim | None
@@ -72,7 +72,7 @@ COMMON_OPTIONS = tuple(field.name for field in fields(ScopeOptions) if field.nam
 
 
 def check_option_names(values: Mapping[str, Any], library: str, library_options: Iterable[str] = ()) -> None:
-    """Raise if a model library has no scope option of one of these names.
+    """Raise if a scope for a model library has no option of one of these names.
 
     Args:
         values: The values of options by name.
@@ -86,6 +86,6 @@ def check_option_names(values: Mapping[str, Any], library: str, library_options:
             raise ScopeError(
                 f"{name}={value!r}: a scope for {library} models has no such option",
                 facts={"options": ", ".join(known)},
-                why="it is misspelled, or an option for models of another library",
+                why="the name is misspelled, or the option is for models of a different library",
                 fix=f"write {near[0]}=" if near else "leave it out",
             )

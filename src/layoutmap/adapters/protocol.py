@@ -45,7 +45,7 @@ class SavedOptimizer:
 
     Args:
         slots: The saved slots.
-        settings: The saved result of `Checkpointing.read_settings`.
+        settings: The saved result of `CheckpointAdapter.read_settings`.
     """
 
     slots: Sequence[VariableSpec]
@@ -83,7 +83,7 @@ class ScopeContext(Protocol):
 
     @property
     def layout_map(self) -> RuleLookup:
-        """The rules, for arrays that appear later."""
+        """The layout map. Its rules apply to arrays that appear after the model."""
         ...
 
     @property
@@ -117,7 +117,7 @@ class ScopeContext(Protocol):
         ...
 
     def assign_single_layout(self, variable: VariableSpec) -> Assignment:
-        """Return the layout of a variable that needs a value before all variables are known."""
+        """Return the layout of a variable that needs its value before all variables are known."""
         ...
 
     def create_arrays(
@@ -136,7 +136,7 @@ class ScopeContext(Protocol):
         ...
 
     def gather_from_processes(self, values: NumpyArray) -> NumpyArray:
-        """Return the values of all processes, stacked along a new first axis. All must call this with one shape."""
+        """Return the values of all processes, stacked along a new first axis. All must call it with equal shapes."""
         ...
 
 
@@ -147,7 +147,7 @@ class Session(Protocol):
     """The name of the library's adapter."""
 
     def defer_variables(self) -> AbstractContextManager[None]:
-        """Create variables without values in the block. The end of the outermost block materializes them.
+        """Return a context in which variables get no values. At its end, the outermost one computes them.
 
         Raises:
             ScopeError: The library cannot defer variables in a block, but only in `build_model`.
@@ -155,11 +155,11 @@ class Session(Protocol):
         ...
 
     def build_model(self, make_model: Callable[[], Any]) -> Any:
-        """Call a function that builds a model, and return the materialized model, which may be another object."""
+        """Call a function that builds a model, and return the materialized model, which may be a different object."""
         ...
 
     def shard_model(self, model: Any) -> Any:
-        """Shard an existing model as if it had been built in this session, and return it or its replacement."""
+        """Shard an existing model as if it had been built in this session. Return it, or the model that replaces it."""
         ...
 
     def has_built(self, model: Any) -> bool:
@@ -175,15 +175,15 @@ class Session(Protocol):
         ...
 
 
-@runtime_checkable
-# An adapter needs no knowledge of rules and devices, so a small one supports plan, build, scope,
+# An adapter needs no knowledge of rules and devices, so few methods are enough for plan, build, scope,
 # and apply (decisions/0171).
-class Building(Protocol):
+@runtime_checkable
+class ModelAdapter(Protocol):
     """Plan, build, and shard the models of one library.
 
     An adapter must write nine of the methods. The other four have defaults for a library that needs no refusal in a
     scope for another library, has no padding and no options of its own, and plans no arrays that are created later.
-    `Training`, `Checkpointing`, and `Inspecting` are optional protocols.
+    `TrainingAdapter`, `CheckpointAdapter`, and `InspectionAdapter` are optional protocols.
     """
 
     name: str
@@ -226,11 +226,11 @@ class Building(Protocol):
     def describe_later_variables(
         self, later: Mapping[str, Callable[[], object]], mesh: Mesh
     ) -> Sequence[VariableSpec]:
-        """Return descriptions of the arrays that functions will create after the model. Computes nothing."""
+        """Describe the arrays that functions will create after the model, such as KV caches, without computing them."""
         raise ScopeError(
-            f"later={shorten_repr(dict(later))} is for models of JAX",
+            f"later={shorten_repr(dict(later))} works only with JAX models",
             why=f"shapes of arrays outside {self.name} models cannot be determined before they are created",
-            fix="leave it out",
+            fix="leave later= out",
         )
 
     def read(self, variable: Any) -> Any:
@@ -242,7 +242,7 @@ class Building(Protocol):
         ...
 
     def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
-        """Raise if models of this library are built until the block ends, since they would stay unsharded.
+        """Return a context in which building a model of this library raises, because it would stay unsharded.
 
         Args:
             scope_library: The library that the scope was opened for.
@@ -256,7 +256,7 @@ class Building(Protocol):
     def read_library_options(
         self, values: Mapping[str, Any], options: ScopeOptions, *, spans_processes: bool
     ) -> Any:
-        """Return the scope options that only this library has, as one value for `ScopeOptions.own`.
+        """Check the scope options that only this library has, and return them as a value for `ScopeOptions.own`.
 
         Args:
             values: The values of these options by name.
@@ -270,7 +270,7 @@ class Building(Protocol):
 
 
 @runtime_checkable
-class Training(Building, Protocol):
+class TrainingAdapter(ModelAdapter, Protocol):
     """Train and compare models, for `check_parity` and plans with an optimizer."""
 
     def set_optimizer(self, model: Any, optimizer: Any) -> Any:
@@ -282,7 +282,7 @@ class Training(Building, Protocol):
         ...
 
     def make_on_one_device(self, make_model: Callable[[], Any], mesh: Mesh) -> Any:
-        """Return an unsharded model on one device of the type, such as `"GPU"`, that a bound mesh has."""
+        """Build a model unsharded, on one device of the mesh's device type, such as `"GPU"`."""
         return make_model()
 
     def forward(self, model: Any, batch: Any) -> Any:
@@ -302,7 +302,7 @@ class Training(Building, Protocol):
 
 
 @runtime_checkable
-class Checkpointing(Building, Protocol):
+class CheckpointAdapter(ModelAdapter, Protocol):
     """Save, load, and export models."""
 
     def list_stored_variables(
@@ -339,13 +339,13 @@ class Checkpointing(Building, Protocol):
         )
 
     def make_host_array(self, values: NumpyArray) -> Any:
-        """Return a numpy array as the library's type of arrays on the host, with the same memory."""
+        """Return an array of the library on the host that uses the memory of a numpy array."""
         return values
 
     def restore_variables(
         self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]
     ) -> tuple[Any, Any]:
-        """Assign new values, and return the model and its optimizer, or changed copies if they are immutable.
+        """Assign new values, and return the model and its optimizer. Immutable ones are replaced by copies.
 
         Args:
             model: The model.
@@ -356,7 +356,7 @@ class Checkpointing(Building, Protocol):
         ...
 
     def read_settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
-        """Return the state that is not in variables as numbers, texts, lists, and mappings.
+        """Return the state outside of variables, such as random states, as numbers, texts, lists, and mappings.
 
         `"random"` has the random states of this process by name, and `"optimizer"` the settings of the optimizer.
         """
@@ -367,12 +367,12 @@ class Checkpointing(Building, Protocol):
         ...
 
     def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
-        """Arrange that `restore` is called when the model gets an optimizer. Return False if this is unsupported."""
+        """Call `restore` once the model gets an optimizer. Return False if the library does not support this."""
         return False
 
 
 @runtime_checkable
-class Inspecting(Building, Protocol):
+class InspectionAdapter(ModelAdapter, Protocol):
     """Describe existing models, for `inspect`."""
 
     def describe_variables(self, model: Any, optimizer: Any = None) -> Sequence[StoredVariable]:
@@ -385,7 +385,7 @@ class Inspecting(Building, Protocol):
         ...
 
     def find_context(self, model: Any) -> ScopeContext | None:
-        """Return the scope that sharded a model, or None if no scope did or if the library does not record it."""
+        """Return the scope that sharded a model, or None if no scope did, or if the library does not store it."""
         ...
 
     def list_gathered_dims(self, model: Any) -> tuple[str, ...]:
@@ -394,5 +394,5 @@ class Inspecting(Building, Protocol):
 
 
 @runtime_checkable
-class Adapter(Training, Checkpointing, Inspecting, Protocol):
+class Adapter(TrainingAdapter, CheckpointAdapter, InspectionAdapter, Protocol):
     """Adapter with all optional capabilities."""

@@ -33,7 +33,7 @@ def read_states() -> dict[str, Any]:
 
 
 def restore_states(states: Mapping[str, Any]) -> None:
-    """Restore the states that `read_states` returned. Missing ones are skipped."""
+    """Restore the states that `read_states` returned. A state that is not in `states` stays unchanged."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:

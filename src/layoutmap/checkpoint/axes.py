@@ -20,14 +20,14 @@ from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard_into_chu
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_relative_index
 
 _TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
-_STEP_BYTES = 1 << 24  # maximum bytes to read at once before they are copied into the result
+_STEP_BYTES = 1 << 24  # maximum bytes to read at once, to bound the memory beside the result
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class AxisPart:
-    """One of `count` equal parts of an axis, numbered from 0."""
+    """A part of an axis: part `index`, counted from 0, of `count` equal parts."""
 
     index: int
     count: int
@@ -50,12 +50,12 @@ def parse_axes_expression(text: str) -> tuple[ArrayAxes, ArrayAxes]:
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise ValueError("it lacks the arrow between its two sides, as in: out in -> in out")
+        raise ValueError("axes lacks the arrow between its two sides, as in: out in -> in out")
     return _parse_array_axes(left), _parse_array_axes(right)
 
 
 def check_same_axis_names(left: ArrayAxes, right: ArrayAxes) -> None:
-    """Raise unless both sides of an expression have the same axis names, each once.
+    """Raise unless both sides of an expression have the same axis names, each exactly once.
 
     Raises:
         ValueError: A name appears twice on one side, or only on one side. The message names it.
@@ -63,13 +63,13 @@ def check_same_axis_names(left: ArrayAxes, right: ArrayAxes) -> None:
     names = [[atom for axis in side for atom in axis if isinstance(atom, str)] for side in (left, right)]
     for found in names:
         if again := next((name for name in found if found.count(name) > 1), None):
-            raise ValueError(f"{again!r} appears twice on one side")
+            raise ValueError(f"the axis name {again!r} appears twice on one side")
     if one := next(iter({*names[0]} ^ {*names[1]}), None):
-        raise ValueError(f"{one!r} is on one side only")
+        raise ValueError(f"the axis name {one!r} is on one side only")
 
 
 def solve_axis_sizes(axes_and_shapes: Sequence[tuple[ArrayAxes, Sequence[int]]]) -> dict[str, int] | None:
-    """Return the size of each axis name, or `None` if the shapes do not determine all or contradict each other.
+    """Return the size of each axis name, or `None` if the shapes contradict each other or leave a size undetermined.
 
     Example:
         >>> here, there = parse_axes_expression("(heads size) width -> width heads size")
@@ -92,12 +92,12 @@ def solve_axis_sizes(axes_and_shapes: Sequence[tuple[ArrayAxes, Sequence[int]]])
 
 
 def compute_array_shape(axes: ArrayAxes, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of an array with these axes, from the sizes of the axis names."""
+    """Compute the shape of an array with these axes from the sizes of the axis names."""
     return tuple(_compute_axis_size(axis, sizes) for axis in axes)
 
 
 def get_atom_size(atom: AxisAtom, sizes: Mapping[str, int]) -> int:
-    """Return the size of an axis name, or the number of parts of an `AxisPart`."""
+    """Return the size of an atom on an axis: the size of an axis name, or for an `AxisPart` the number of parts."""
     return atom.count if isinstance(atom, AxisPart) else sizes[atom]
 
 
@@ -160,7 +160,7 @@ class AxisConversion:
     parts: tuple[tuple[ArrayAxes, ArrayAxes, Mapping[str, int]], ...]
 
     def list_source_blocks(self, index: Index) -> list[list[Index]]:
-        """Return, for each source, the blocks needed for a block of the result."""
+        """Return a list for each source: the blocks of the source that contain the values of a block of the result."""
         return [list(self._iterate_source_blocks(index, *part)) for part in self.parts]
 
     def compute_block(
@@ -173,7 +173,7 @@ class AxisConversion:
         return result
 
     def compute_array(self, namespace: Any, sources: Sequence[Any]) -> Any:
-        """Compute the result as an array of a numpy-like namespace, which may be traced."""
+        """Compute the result with a module like numpy, such as `jax.numpy`. The sources may be traced arrays."""
         axes, _, sizes = self.parts[0]
         positions = [
             n for n, atom in enumerate(atom for axis in axes for atom in axis) if isinstance(atom, AxisPart)
@@ -214,7 +214,7 @@ def _permute_source(
 def _iterate_boxes(
     index: Index, axes: ArrayAxes, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, list[Span]]]:
-    """Split a block into parts with one contiguous range per atom, and yield the index and the ranges of each."""
+    """Split a block into boxes with one contiguous range for each atom. Yield each box's index and its ranges."""
     dims = [[get_atom_size(atom, sizes) for atom in axis] for axis in axes]
     ranges = [
         list(_split_merged_range(part.start, part.stop, each)) for part, each in zip(index, dims, strict=True)
@@ -234,7 +234,7 @@ def _iterate_boxes(
 
 
 def _split_merged_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
-    """Split a range of an axis that merges axes of sizes `dims`, and yield parts with one range for each of these."""
+    """Yield the parts of a range of a merged axis, each as a list of its ranges on the axes of sizes `dims`."""
     if start >= stop:
         return
     if not dims:
@@ -256,7 +256,7 @@ def _split_merged_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[
 def _iterate_covering_blocks(
     side: ArrayAxes, spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, dict[str, Span]]]:
-    """Yield the blocks of an array that make up ranges of its axis names, with the part of each range in the block."""
+    """Yield the blocks of an array that together cover `spans`, each with the spans that it covers, by axis name."""
     axes = [list(_iterate_covering_ranges(axis, spans, sizes)) for axis in side]
     for chosen in itertools.product(*axes):
         found = {name: span for _, own in chosen for name, span in own.items()}
@@ -266,14 +266,14 @@ def _iterate_covering_blocks(
 def _iterate_covering_ranges(
     axis: Sequence[AxisAtom], spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[slice, dict[str, Span]]]:
-    """Yield the ranges of one axis that make up ranges of its axis names, with the part of each of these."""
+    """Yield the ranges of one axis that together cover `spans`, each with the spans that it covers, by axis name."""
     dims = [get_atom_size(atom, sizes) for atom in axis]
     wanted = [(a.index, a.index + 1) if isinstance(a, AxisPart) else spans[a] for a in axis]
     split = len(axis) - 1  # axes after `split` are read in full; axes before it need one range per position
     while split > 0 and wanted[split] == (0, dims[split]):
         split -= 1
-    for place in itertools.product(*(range(*span) for span in wanted[:split])):
-        own = [(i, i + 1) for i in place] + wanted[split:]
+    for leading in itertools.product(*(range(*span) for span in wanted[:split])):
+        own = [(i, i + 1) for i in leading] + wanted[split:]
         start = _flatten_position([a for a, _ in own], dims)
         length = math.prod(b - a for a, b in own)
         named = {a: span for a, span in zip(axis, own, strict=True) if isinstance(a, str)}
@@ -281,7 +281,7 @@ def _iterate_covering_ranges(
 
 
 def _flatten_position(positions: Sequence[int], sizes: Sequence[int]) -> int:
-    """Convert positions on the names of a merged axis to the position on the merged axis."""
+    """Convert positions on the axes that a merged axis consists of to the position on the merged axis."""
     start = 0
     for each, dim in zip(positions, sizes, strict=True):
         start = start * dim + each
@@ -293,7 +293,7 @@ def _compute_axis_size(axis: Sequence[AxisAtom], sizes: Mapping[str, int]) -> in
 
 
 def _parse_array_axes(text: str) -> ArrayAxes:
-    """Parse one side of an axes expression to the axes of its array."""
+    """Parse one side of an axes expression, and return the axes of the array that it describes."""
     found: list[tuple[AxisAtom, ...]] = []
     group: list[AxisAtom] | None = None
     for token in _TOKEN.findall(text):
@@ -314,7 +314,7 @@ def _parse_array_axes(text: str) -> ArrayAxes:
             else:
                 group.append(atom)
         else:
-            raise ValueError(f"{token!r} is not expected in {text.strip()!r}")
+            raise ValueError(f"{token!r} cannot be parsed in {text.strip()!r}")
     if group is not None:
         raise ValueError(f"a parenthesis is not closed in {text.strip()!r}")
     return tuple(found)

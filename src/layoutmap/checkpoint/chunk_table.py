@@ -74,7 +74,7 @@ class ChunkOverlap(NamedTuple):
 
 
 class ChunkTable(Sequence[Chunk]):
-    """Look up the chunks of one variable, which are stored as columns.
+    """Look up the chunks of one variable in columns that all variables with the same number of axes share.
 
     Args:
         columns: The chunks of all variables with as many axes as this one.
@@ -85,7 +85,7 @@ class ChunkTable(Sequence[Chunk]):
         self._columns, self._rows = columns, rows
 
     def find_overlaps(self, index: Index, itemsize: int) -> Iterator[ChunkOverlap]:
-        """Yield the parts of chunks that overlap a block, in the order of their offsets in the files."""
+        """Yield a `ChunkOverlap` for each chunk that overlaps a block, in the order of the files and offsets."""
         rows = slice(self._rows.start, self._rows.stop)
         columns, (first,), (last,) = self._columns, *stack_slice_ends([index], len(index))
         begins, ends = columns.begins[rows], columns.ends[rows]
@@ -157,7 +157,7 @@ def build_chunk_tables(
             (own,), wanted = np.nonzero(owners == number), make_full_index(group[number].shape)
             if (found := find_coverage_error(begins[own], ends[own], wanted)) is not None:
                 cell, times = found
-                raise ValueError(f"{group[number].path}: {times or 'no'} chunks have {format_index(cell)}")
+                raise ValueError(f"{group[number].path}: {times or 'no'} chunks contain {format_index(cell)}")
         borders = itertools.pairwise(itertools.accumulate(counts, initial=0))
         tables |= {
             each.path: ChunkTable(columns, range(*pair)) for each, pair in zip(group, borders, strict=True)
@@ -171,16 +171,16 @@ def _round_up_itemsize(variable: SavedVariable) -> int:
 
 
 def _convert_rows_to_columns(rows: Sequence[Any], rank: int) -> ChunkColumns:
-    """Convert rows of `chunk_to_json`, of variables with `rank` axes, to columns.
+    """Convert rows from `chunk_to_json` to columns. All rows are chunks of variables with `rank` axes.
 
     Raises:
-        ValueError: A row is not that of a chunk of such a variable.
+        ValueError: A row does not describe a chunk of such a variable.
     """
     files, starts, indices, checksums = zip(*rows, strict=True) if rows else ((), (), (), ())
     if not {*map(type, checksums)} <= {str}:
-        raise ValueError("a checksum of a chunk is not text")
+        raise ValueError("the checksum of a chunk is not text")
     if not {*map(len, indices)} <= {rank}:
-        raise ValueError("a chunk has another number of axes than its variable")
+        raise ValueError("a chunk and its variable have different numbers of axes")
     number, ends = len(rows), _convert_to_int64_array(indices, (len(rows), rank, 2))
     files, starts = _convert_to_int64_array(files, (number,)), _convert_to_int64_array(starts, (number,))
     return ChunkColumns(files, starts, ends[..., 0], ends[..., 1], checksums)
@@ -189,9 +189,9 @@ def _convert_rows_to_columns(rows: Sequence[Any], rank: int) -> ChunkColumns:
 def _convert_to_int64_array(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
     """Convert whole numbers in nested lists to an int64 array. Raise a `ValueError` for other values or shapes."""
     found = np.array(values)
-    # numpy chooses another dtype if a damaged file has text, fractions, or numbers over 64 bits instead.
+    # For text, fractions, or numbers over 64 bits in a damaged file, numpy chooses a different dtype, so check it.
     if found.size and (found.dtype != np.int64 or found.shape != shape):
-        raise ValueError(f"chunks have {found.dtype}{list(found.shape)} instead of whole numbers")
+        raise ValueError(f"chunks have {found.dtype}{list(found.shape)} instead of int64{list(shape)}")
     return found.reshape(shape).astype(np.int64, copy=False)
 
 

@@ -15,7 +15,7 @@ from layoutmap.core.blocks import Index, compute_block_shape
 
 LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 23
-# Smaller chunks of a large checkpoint would take more time in Python than on the disk.
+# Chunks of large checkpoints have at least this size, because smaller ones take longer in Python than on the disk.
 _LARGE_MIN_BYTES = 1 << 20
 _LARGE_NUM_CHUNKS = 512  # a checkpoint is large if it would have more chunks of the minimum size than this
 _MAX_CHUNKS = 500_000  # limit for one checkpoint; its manifest then has about 50 MB

@@ -33,7 +33,7 @@ _UNSIGNED_CODES = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
 
 
 def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
-    """Return the numpy dtype with a name, from ml_dtypes if numpy lacks it.
+    """Return the numpy dtype of this name. If numpy has none, take it from the package ml_dtypes.
 
     Args:
         name: The name, as in `"bfloat16"`.
@@ -58,7 +58,7 @@ def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
             f"{where}{': ' * bool(where)}element type {name!r} is not known",
             why="numpy has no such type, and neither has ml_dtypes"
             + ("" if ml_dtypes else ", which is not installed"),
-            fix="pip install ml_dtypes" if ml_dtypes is None else "save it in another type",
+            fix="pip install ml_dtypes" if ml_dtypes is None else "save it in a known type",
         )
     return np.dtype(extended)
 

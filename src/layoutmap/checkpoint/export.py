@@ -30,7 +30,7 @@ def export_source(
     max_shard_bytes: int = MAX_FILE_BYTES,
     progress: Callable[[str], object] | None = None,
 ) -> str:
-    """Write the weights and moving statistics of a source in a format of another library.
+    """Write the weights and moving statistics of a source in a format of a different library.
 
     Values are read and written in blocks of at most 64 MiB, or one row of a tensor. When this returns, the folder is
     complete and flushed to disk. After an error, it does not exist.
@@ -53,7 +53,7 @@ def export_source(
     """
     if max_shard_bytes <= 0:
         raise CheckpointError(
-            f"max_shard_bytes={max_shard_bytes!r}: too small for a file",
+            f"max_shard_bytes={max_shard_bytes!r} is too small",
             why="it is the maximum size of a file in bytes",
             fix="pass a larger size, such as 5 << 30",
         )
@@ -72,8 +72,8 @@ def _check_target_folder(target: Path, needed_bytes: int) -> None:
     """Raise if the target folder is not empty, or if its file system has less than `needed_bytes` of free space."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
-            f"{target}: it exists already",
-            why="an export creates its folder in one step and never overwrites one",
+            f"{target}: the folder exists already and is not empty",
+            why="an export creates its folder in one step, and never overwrites files",
             fix="name a new folder; add other files, such as config.json, after the export",
         )
     free = LocalStorage(target).get_free_bytes()
@@ -88,7 +88,7 @@ def _check_target_folder(target: Path, needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _open_hidden_target(target: Path) -> Generator[tuple[LocalStorage, str]]:
-    """Yield the storage and the name of a hidden folder next to the target, and rename it to the target at the end."""
+    """Yield the storage and name of a hidden folder next to the target, which becomes the target after the block."""
     try:
         with open_hidden_folder(target, make_random_token()) as hidden:
             yield LocalStorage(target.parent), hidden.name
@@ -97,7 +97,7 @@ def _open_hidden_target(target: Path) -> Generator[tuple[LocalStorage, str]]:
             sync_folder(target.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{target}: it cannot be written",
+            f"{target}: the folder cannot be written",
             why=f"the system says: {error.strerror or error}",
             fix="name a folder that this user may write to; nothing was written",
         ) from error

@@ -71,7 +71,7 @@ def check_name_inside_folder(where: str, name: str) -> None:
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or {*"\\\0"} & {*name}:
         raise CheckpointError(
-            f"{where}: it refers to the file {shorten_repr(name)}",
-            why="all files of a checkpoint are in its folder",
+            f"{where}: it refers to the invalid file name {shorten_repr(name)}",
+            why="the name of a file must be a relative path inside the folder of the checkpoint",
             fix=FIX,
         )

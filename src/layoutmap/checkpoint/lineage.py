@@ -1,4 +1,4 @@
-"""Record the parent of each saved step. A run that resumes from an earlier step starts another line.
+"""Record the parent of each saved step. A run that resumes from an earlier step starts a new line.
 
 A line is a sequence of ascending steps, each saved by a run that continued from the step before. Its name is the id of
 its first save. A manifest has the step that its run came from (`parent`), and the last step on each line among its
@@ -28,7 +28,7 @@ _HEAD_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """The lineage of one saved step.
+    """The lineage of one saved step: the step that it continues, and the lines of steps that lead to it.
 
     Args:
         step: The number of the step.
@@ -115,7 +115,7 @@ class StepHistory:
         self._distrusted.discard(saved.step)
 
     def mark_damaged(self, step: int) -> None:
-        """Mark a step as damaged, even if the head of its manifest is readable."""
+        """Mark a step as damaged, so that `read_steps` lists it in `damaged` even if its lineage is readable."""
         self.remove_step(step)
         self._distrusted.add(step)
 
@@ -124,7 +124,7 @@ class StepHistory:
         self._known.pop(step, None)
 
     def read_steps(self) -> dict[int, SavedStep]:
-        """Return the lineages of the existing, readable steps by step, in ascending order. Sets `damaged`."""
+        """Return the lineages of the steps with readable manifests, by step. Set `damaged` to the other steps."""
         existing = self._storage.list_steps()
         for step in existing:
             is_unknown = step not in self._known and step not in self._distrusted
@@ -134,7 +134,7 @@ class StepHistory:
         return {step: self._known[step] for step in existing if step in self._known}
 
     def find_last_saved(self) -> SavedStep | None:
-        """Return the lineage of the most recently saved step, or `None` without steps.
+        """Return the lineage of the most recently saved step, or `None` if there are no steps.
 
         A step with an unreadable manifest counts as the last one if its number is higher, so that loading it raises.
         """
@@ -143,13 +143,13 @@ class StepHistory:
         return max([*damaged, *filter(None, (found,))], key=lambda each: each.step, default=None)
 
     def list_lineage(self, saved: SavedStep | None) -> list[SavedStep]:
-        """Return the existing ancestors of a step and the step itself, in ascending order."""
+        """Return the lineages of a step and its existing ancestors, in ascending order, or an empty list for `None`."""
         existing = self.read_steps().values()
         return [e for e in existing if saved and (e.step == saved.step or saved.has_ancestor(e))]
 
 
 def find_last_step(storage: Storage) -> int | None:
-    """Return the number of the most recently saved step of a directory, or `None` without steps."""
+    """Return the number of the most recently saved step of a directory, or `None` if it has no steps."""
     found = StepHistory(storage).find_last_saved()
     return None if found is None else found.step
 
@@ -160,7 +160,7 @@ def convert_lineage_to_facts(lineage: SavedStep) -> dict[str, Any]:
 
 
 def read_lineage_from_facts(step: int, facts: Mapping[str, Any]) -> SavedStep:
-    """Read a lineage from the entries of a manifest."""
+    """Return the lineage of a step from the entries of the step's manifest."""
     return SavedStep(
         step,
         facts.get("parent"),
@@ -172,7 +172,7 @@ def read_lineage_from_facts(step: int, facts: Mapping[str, Any]) -> SavedStep:
 
 
 def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
-    """Read a step's lineage from the head of its manifest, or return `None` if it is unreadable."""
+    """Return the lineage of a step, read from its manifest, or `None` if the manifest is unreadable or invalid."""
     try:
         size = storage.get_file_size(storage.get_folder_name(step), NAME) or 0
         found = _read_facts(storage, step, min(size, _HEAD_BYTES)) or _read_facts(storage, step, size)
@@ -181,11 +181,11 @@ def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
         are_numbers = all(type(value) in (int, float) for value in saved.metrics.values())
         return saved if is_right and are_numbers else None
     except (CheckpointError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None  # the step was deleted meanwhile, or is damaged, which opening it reports
+        return None  # the step was deleted meanwhile, or is damaged, so opening it raises an error
 
 
 def _read_facts(storage: Storage, step: int, num_bytes: int) -> Any:
-    """Return the entries of a manifest before its metadata, or `None` if they are longer than `num_bytes`."""
+    """Return the entries before the metadata of a manifest, or `None` if `num_bytes` bytes do not contain them."""
     check_size_limit(f"{storage.where}/{storage.get_folder_name(step)}/{NAME}", num_bytes)
     data = bytearray(num_bytes)
     count = storage.read_file_into(storage.get_folder_name(step), NAME, 0, memoryview(data))

@@ -64,7 +64,7 @@ class PipeLink:
 
     @contextlib.contextmanager
     def open_stream(self, begin: BeginRecord) -> Generator[tuple[FileMaker, str]]:
-        """Yield a storage and a folder. New files in it are sent at once. At the end, wait for the receiver's answer.
+        """Yield a storage that sends each new file, and a folder name. After the block, wait for the receiver's answer.
 
         Raises:
             CheckpointError: The receiver refuses the stream, has ended, or does not answer in time.
@@ -89,7 +89,7 @@ class PipeLink:
             self._receive_answer()
 
     def receive_begin_record(self) -> BeginRecord:
-        """Read the first record of the next stream, which lists its variables, and return it."""
+        """Read and return the first record of the next stream, which lists the stream's variables."""
         begin = parse_begin(read_record(self._read_bytes, 0, [RecordKind.BEGIN], self._where)[1], self._where)
         self._token = begin.token
         return begin
@@ -107,7 +107,7 @@ class PipeLink:
                 f"{spool}: there is not enough space for the weights",
                 facts={"needed": f"{begin.sent_bytes:,} bytes", "free": f"{free:,} bytes"},
                 why="all weights are stored before the model changes",
-                fix="pass another folder as spool=",
+                fix="pass a folder with more space as spool=",
             )
         remaining, number, kinds = begin.sent_bytes + _MOST_HEADERS_BYTES, 1, [RecordKind.FILE]
         with contextlib.ExitStack() as stack:
@@ -118,19 +118,21 @@ class PipeLink:
                     stack.close()
                     name = payload.decode(errors="replace")
                     if not _FILE_NAME.fullmatch(name) or (spool / name).exists():
-                        raise make_stream_error(self._where, f"it sends a file {name!r:.100}")
+                        raise make_stream_error(
+                            self._where, f"file name {name!r:.100} is invalid or repeated"
+                        )
                     file = stack.enter_context(open(spool / name, "xb"))
                     kinds = [RecordKind.FILE, RecordKind.DATA, RecordKind.END]
                 else:
                     remaining -= len(payload)
                     if remaining < 0:
-                        raise make_stream_error(self._where, "it sends more bytes than it announced")
+                        raise make_stream_error(self._where, "the sender sends more bytes than it announced")
                     file.write(payload)
                 number += 1
         return spool
 
     def send_answer(self, error: str = "") -> None:
-        """Tell the sender that the weights were received, or the error that prevented it."""
+        """Tell the sender that the weights were received, or with `error` why they were not."""
         payload = encode_answer(self._token, error)
         with self._use_nonblocking_writes():
             self._write_all(
@@ -153,7 +155,7 @@ class PipeLink:
         return bytes(data)
 
     def _write_all(self, data: bytes | memoryview, *, stop_at_answer: bool) -> None:
-        """Write all bytes. With `stop_at_answer`, raise if the receiver answers before, since then it has refused."""
+        """Write all bytes. With `stop_at_answer`, raise if an answer arrives earlier, because it is a refusal."""
         remaining = memoryview(data).cast("B")
         while remaining:
             events_by_descriptor = {self._writer: select.POLLOUT}
@@ -162,12 +164,12 @@ class PipeLink:
             ready = self._wait_for_events(events_by_descriptor)
             if stop_at_answer and ready.get(self._reader, 0) & ~select.POLLOUT:
                 self._receive_answer()
-                raise make_stream_error(self._where, "it answers before the end of the stream")
+                raise make_stream_error(self._where, "the receiver answered before the end of the stream")
             with self._translate_errors():
                 remaining = remaining[os.write(self._writer, remaining) :]
 
     def _wait_for_events(self, events_by_descriptor: Mapping[int, int]) -> dict[int, int]:
-        """Wait for an event on one of these file descriptors, and return the events that occurred by descriptor."""
+        """Wait for an event on a file descriptor. Return the events by descriptor, or raise after the timeout."""
         poll = select.poll()
         for descriptor, events in events_by_descriptor.items():
             poll.register(descriptor, events)
@@ -219,7 +221,7 @@ class FolderLink:
 
     @contextlib.contextmanager
     def open_stream(self, begin: BeginRecord) -> Generator[tuple[FileMaker, str]]:
-        """Yield a storage and a hidden folder for files. At the end, publish the folder, and wait for the answer."""
+        """Yield a storage and a hidden folder. After the block, send the folder by a rename, and await the answer."""
         with self._translate_errors(), open_hidden_folder(self._sent, begin.token) as hidden:
             storage = LocalStorage(self._folder)
             self._answer.unlink(missing_ok=True)
@@ -230,7 +232,7 @@ class FolderLink:
                     payload = msgspec.json.encode(value)
                     sink.write(encode_record_header(kind, number, payload) + payload)
             old = self._folder / f".{make_random_token()}"
-            if self._try_rename(self._sent, old):  # an earlier stream was never received, so replace it
+            if self._try_rename(self._sent, old):  # replace an earlier stream, because it was never received
                 remove_folder(old)
             os.rename(hidden, self._sent)
         with self._translate_errors():
@@ -269,7 +271,7 @@ class FolderLink:
         return self._received
 
     def send_answer(self, error: str = "") -> None:
-        """Delete the received files, and write the answer, with the error if there was one."""
+        """Delete the received files, and write the answer. With `error`, it says why the weights were refused."""
         with self._translate_errors():
             remove_folder(self._received)
             hidden = self._folder / ".answer"
@@ -344,7 +346,7 @@ def open_link(connection: object, timeout_seconds: float) -> StreamLink:
     pair = cast("tuple[Any, ...]", connection if isinstance(connection, tuple) else (connection, connection))
     with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
         reader, writer = pair
-        # The bytes of a TLS socket must be encrypted, so writing to its descriptor directly would be wrong.
+        # Refuse a TLS socket, because bytes that are written to its descriptor would not be encrypted.
         if type(reader).__module__ != "ssl":
             if hasattr(writer, "flush"):
                 writer.flush()
@@ -354,13 +356,13 @@ def open_link(connection: object, timeout_seconds: float) -> StreamLink:
             return PipeLink(found[0], found[1], timeout_seconds)
     raise CheckpointError(
         f"{connection!r:.100}: weights cannot be sent or received through it",
-        why="it is neither a path nor an object with an open file descriptor",
+        why="it is neither a path nor an open, unencrypted socket or pipe",
         fix="pass a folder, a connected socket, or a pair of pipes: (reader, writer)",
     )
 
 
 def _compute_size_and_checksum(path: Path) -> tuple[int, int]:
-    """Return the size of a file in bytes and its CRC-32."""
+    """Return a pair: the size of a file in bytes, and its CRC-32."""
     file, checksum = ByteFile(path), 0
     for start in range(0, file.num_bytes, MOST_DATA_BYTES):
         checksum = zlib.crc32(file.read(start, min(MOST_DATA_BYTES, file.num_bytes - start)), checksum)

@@ -136,7 +136,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
             fix="restore the file from a copy, or load another step",
         )
     try:
-        with pause_garbage_collection():  # because decoding a large manifest creates a million lists
+        with pause_garbage_collection():  # the collector would rescan a million new lists
             found: Any = json.loads(data, parse_constant=_refuse_nonfinite_number)
             is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
             manifest = _build_manifest(found) if is_known else None
@@ -151,7 +151,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         ) from error
     if manifest is None:
         raise CheckpointError(
-            f"{where}: the format cannot be read",
+            f"{where}: the format of the manifest is unknown",
             facts={"format": shorten_repr(found["format"]), "version": shorten_repr(found["version"])},
             why=f"this version of the library reads {FORMAT!r} of version {VERSION}",
             fix="upgrade: pip install -U layoutmap",
@@ -163,7 +163,7 @@ def _build_manifest(fields: Mapping[str, Any]) -> Manifest:
     """Build a manifest from its JSON, and check that its chunks are complete and inside their files.
 
     Raises:
-        ValueError: They are not. A forged manifest can have the right checksum.
+        ValueError: An entry is invalid, although the checksum is right, as in a forged manifest.
     """
     form = parse_manifest_form(fields)
     known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
@@ -179,7 +179,7 @@ def _build_manifest(fields: Mapping[str, Any]) -> Manifest:
 
 
 def part_to_bytes(part: ProcessPart) -> bytes:
-    """Serialize the part of a step that one process wrote, for process 0, which writes the manifest."""
+    """Serialize the part of a step that one process wrote, so that process 0 can add it to the manifest."""
     chunks = {path: list(map(chunk_to_json, found)) for path, found in part.chunks.items()}
     return _format_json(
         {"files": list(map(file_to_json, part.files)), "chunks": chunks, "states": part.states}
@@ -187,7 +187,7 @@ def part_to_bytes(part: ProcessPart) -> bytes:
 
 
 def part_from_bytes(data: bytes) -> ProcessPart:
-    """Parse the bytes of `part_to_bytes` to the part."""
+    """Return the part of a step from the bytes that `part_to_bytes` returned for it."""
     found = json.loads(data)
     return ProcessPart(
         tuple(map(file_from_json, found["files"])),

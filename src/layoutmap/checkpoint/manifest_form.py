@@ -1,4 +1,4 @@
-"""Declare the fields of a manifest. All fields are checked before any is used, because its checksum can be forged."""
+"""Declare the fields of a manifest. All fields are checked before use, because the checksum can be forged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _StatesForm(msgspec.Struct):
     processes: list[_RandomStateForm] = []
 
 
-# msgspec checks the types and bounds of all fields while it converts, so other code need not (decisions/0190).
+# msgspec checks the types and bounds of all fields while it converts, so other code does not (decisions/0190).
 class ManifestForm(msgspec.Struct):
     """Declare the fields of a manifest with their types. Unknown fields are allowed."""
 
@@ -67,7 +67,7 @@ def parse_manifest_form(data: Any) -> ManifestForm:
     """Convert the JSON of a manifest to its fields, and check all of them.
 
     Raises:
-        msgspec.ValidationError: A value has another type.
+        msgspec.ValidationError: A value has the wrong type.
         ValueError: A file name, path, layout, or state is invalid.
     """
     form = msgspec.convert(data, ManifestForm)
@@ -88,7 +88,7 @@ def parse_manifest_form(data: Any) -> ManifestForm:
             raise ValueError(f"two variables have the path {each.path!r:.200}")
         paths.add(each.path)
         if each.layout is not None and len(each.layout) != len(each.shape):
-            raise ValueError(f"{each.path}: layout {each.layout!r:.200} does not fit its shape")
+            raise ValueError(f"{each.path}: layout {each.layout!r:.200} and shape have different lengths")
         if each.layout is not None and each.layout not in layouts:
             Layout(each.layout, mesh)  # raises if the specs do not fit the mesh
             layouts.add(each.layout)

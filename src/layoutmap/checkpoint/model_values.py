@@ -53,7 +53,7 @@ class ModelValues:
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
     def find_saved(self, variable: VariableSpec) -> SavedVariable | None:
-        """Return the saved variable that has the path or an alias of a model's variable, or `None` without one."""
+        """Return the saved variable with the path or an alias of a model's variable, or `None` if there is none."""
         if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
             self._renamed.add_from_table((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
@@ -72,7 +72,7 @@ class ModelValues:
 
         Args:
             variables: The variables of the model.
-            kinds: The kinds of variables that may neither be missing in the checkpoint nor be only there.
+            kinds: The kinds of variables that must be in both the model and the checkpoint.
 
         Raises:
             CheckpointError: The variables differ.
@@ -121,9 +121,9 @@ class ModelValues:
         )
 
     def make_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
-        """Return a function that reads blocks of a variable, or `None` if the checkpoint has none with its shape."""
+        """Return a function that reads blocks of a variable's saved values, or `None` if they cannot be used."""
         saved = None if self._closed or _is_random_key(variable) else self.find_saved(variable)
-        # Paths are provisional until all variables exist, so a path can name another variable. Its shape shows that.
+        # Until all variables exist, a path may still name a different saved variable, so compare the shapes.
         if saved is None or saved.shape != variable.shape:
             return None
         self.read_paths.add(variable.path)
@@ -134,9 +134,9 @@ class ModelValues:
             values = found.astype(dtype, copy=False)
             if is_integer_state(variable, saved) and not np.array_equal(values, found):
                 raise CheckpointError(
-                    f"{variable.path}: {'a random state' if variable.kind is Kind.RNG else 'a count'} does not fit",
+                    f"{variable.path}: the {'random state' if variable.kind is Kind.RNG else 'count'} does not fit",
                     facts={"saved": f"{found.tolist()}, {saved.dtype}", "dtype in the model": variable.dtype},
-                    why="libraries store it with different integer types, and the model's type is too small for it",
+                    why="libraries use different integer types, and the model's type is too small for the value",
                     fix="load it with the library that saved it"
                     + ", or seed the generator with a number below 2**31" * (variable.kind is Kind.RNG),
                 )
@@ -176,7 +176,7 @@ class ModelValues:
 
 
 def is_integer_state(variable: VariableSpec, saved: SavedVariable) -> bool:
-    """Return whether a variable is an RNG state or a count. Libraries store these with different integer types."""
+    """Return whether a variable is an RNG state or a count, which libraries store with different integer types."""
     if variable.kind is Kind.RNG:
         return True
     integers = all(each.dtype.lstrip("u").startswith("int") for each in (variable, saved))

@@ -49,7 +49,7 @@ class NamePattern:
     text: str
 
     def match_name(self, name: str, *, allow_prefix: bool = False) -> tuple[int, tuple[str, ...]] | None:
-        """Match a name. Return the number of matched characters and the text of each star, or `None` without a match.
+        """Return the number of matched characters of a name and the text of each star, or `None` if it does not match.
 
         Args:
             name: The name.
@@ -120,7 +120,7 @@ class TableEntry:
 @dataclass(frozen=True, slots=True)
 # A table only moves values, so it is exact in both directions and works shard by shard (decisions/0084).
 class NameTable:
-    """Map paths of a model to names in another library.
+    """Map the paths of a model's variables to the names of tensors in a different library.
 
     Args:
         where: The name of the table in messages.
@@ -133,7 +133,7 @@ class NameTable:
     exact: Mapping[str, TableEntry] = field(default_factory=dict[str, TableEntry])
 
     def find_entry(self, path: str) -> tuple[TableEntry, tuple[str, ...]] | None:
-        """Return the line with the longest match for a model path and the text of each star, or `None` without one."""
+        """Return the line that matches most of a path and the text of each star, or `None` if no line matches."""
         if path in self.exact:
             return self.exact[path], ()
         found = [
@@ -151,7 +151,7 @@ def list_name_tables() -> list[str]:
 
 
 def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTable:
-    """Read a name table that is shipped, in a YAML file, or a mapping.
+    """Read a name table: one that is shipped with this library, a YAML file, or a mapping.
 
     Args:
         names: The name of a shipped table, such as `"llama"`; the path of a YAML file; or a mapping, as such a file has
@@ -184,7 +184,7 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
             text = Path(where).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RuleError(
-                f"{where}: the name table cannot be read", why=str(error), fix="name a YAML file"
+                f"{where}: the name table cannot be read", why=str(error), fix="pass the path of a YAML file"
             ) from error
     data: Any = read_yaml(text, where)
     content = shorten_repr(data)
@@ -212,7 +212,7 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
             "names",
             "names is not a mapping",
             f"it is {shorten_repr(entries)}",
-            f"map {_LEFT} to a name",
+            f"under names, map {_LEFT} to a name",
         )
     return NameTable(where, tuple(_parse_table_entries(where, text, cast("dict[str, Any]", entries))))
 

@@ -26,7 +26,7 @@ from layoutmap.core.variables import get_itemsize
 
 _MAX_CACHED_CHUNKS = 2  # partly read chunks to cache, because the next block often needs the rest
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
-_ALIGNMENT = 64  # in bytes; JAX and TensorFlow copy arrays that are not aligned
+_ALIGNMENT = 64  # in bytes; align memory, because JAX and TensorFlow copy arrays that are not aligned
 
 
 class StepSource(Source):
@@ -100,7 +100,7 @@ class StepSource(Source):
 
     @property
     def global_bytes(self) -> int:
-        """Size of all variables."""
+        """Size of all variables in bytes."""
         return sum(math.ceil(math.prod(v.shape) * get_itemsize(v.dtype)) for v in self.manifest.variables)
 
     def check_file_sizes(self) -> None:
@@ -123,7 +123,7 @@ class StepSource(Source):
             f"{self.where}/{file.name}: "
             + ("the file is missing" if size is None else "the size of the file has changed"),
             facts=facts,
-            why="the manifest lists it" if size is None else "the manifest lists another size",
+            why="the manifest lists it" if size is None else "the manifest lists a different size",
             fix="restore it from a copy, or load another step",
         )
 
@@ -145,7 +145,7 @@ class StepSource(Source):
         self._read_chunks(variable, wanted, target)
 
     def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
-        """Verify a block, and cache its values for the next `read` while `cache_bytes` allows."""
+        """Verify a block, and cache its values for the next `read` if they have at most `cache_bytes` bytes."""
         num_bytes = (
             math.prod(compute_block_shape(wanted)) * get_numpy_dtype(variable.dtype, variable.path).itemsize
         )
@@ -156,7 +156,7 @@ class StepSource(Source):
         self._read_chunks(variable, wanted, None)
 
     def find_damage(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
-        """Read all files, and yield an error for each damaged file or chunk.
+        """Read all files, and yield an error for each missing or damaged file and for each damaged chunk.
 
         Args:
             progress: Called with the path of each variable when it has been read.
@@ -172,7 +172,7 @@ class StepSource(Source):
             header = np.zeros(file.header_bytes, np.uint8)
             self._storage.read_file_into(self._folder, file.name, 0, header.data)
             if compute_xxh3(header.data) != file.header:
-                yield _make_damage_error(f"{self.where}/{file.name}", "its header", 0, file.header_bytes)
+                yield _make_damage_error(f"{self.where}/{file.name}", "file header", 0, file.header_bytes)
         for path in self.variables:
             try:
                 self.verify_block(path)
@@ -182,7 +182,7 @@ class StepSource(Source):
                 progress(path)
 
     def _find_damaged_chunks(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
-        """Yield an error for each damaged chunk of a variable. Skip missing files."""
+        """Yield an error for each damaged chunk of a variable. Skip chunks in missing files."""
         for chunk in self.manifest.chunks[path]:
             if chunk.file not in missing:
                 try:
@@ -223,14 +223,14 @@ class StepSource(Source):
     def _read_adjacent_chunks(
         self, path: str, dtype: np.dtype[Any], group: Sequence[ChunkOverlap], target: NumpyArray | None
     ) -> None:
-        """Read and verify adjacent chunks, and copy their values. The memory for reading is reused by the thread."""
+        """Read adjacent chunks at once, verify them, and copy the requested values into `target` if it is an array."""
         start, file = group[0].start, self.manifest.files[group[0].file]
         scratch: NumpyArray | None = getattr(self._local, "scratch", None)
         if scratch is None or scratch.size < group[-1].end - start:
             scratch = self._local.scratch = np.empty(group[-1].end - start, np.uint8)
         data = scratch[: group[-1].end - start]
         count = self._storage.read_file_into(self._folder, file.name, start, data.data)
-        # Threads verify and copy in parallel, so only shared state needs the lock (decisions/0127).
+        # Lock only changes of shared state, so that threads verify and copy in parallel (decisions/0127).
         with self._lock:
             self.bytes_read += count
         for overlap in group:
@@ -266,7 +266,7 @@ def _copy_overlap(overlap: ChunkOverlap, values: NumpyArray, target: NumpyArray 
 
 
 def _group_adjacent_chunks(overlaps: Iterable[ChunkOverlap], max_bytes: int) -> Iterator[list[ChunkOverlap]]:
-    """Yield groups of chunks that are adjacent in a file, each with at most `max_bytes` bytes or of one chunk."""
+    """Yield groups of adjacent chunks of a file. A group has one chunk, or several of at most `max_bytes` bytes."""
     group: list[ChunkOverlap] = []
     for overlap in overlaps:
         if group and (

@@ -1,4 +1,4 @@
-"""Rewrite a step for other layouts, with chunks that align with the shards of another mesh.
+"""Rewrite a step for different layouts, with chunks that align with the shards of a different mesh.
 
 Values are read and written in blocks of bounded size, so memory for a few blocks is enough for shards of any size.
 """
@@ -33,7 +33,7 @@ def write_relayout(
     plan: str,
     progress: Callable[[str], object] | None = None,
 ) -> str:
-    """Write the content of a source as a step in other layouts, and return the step's folder.
+    """Write the content of a source as a new step with the given layouts, and return the step's folder.
 
     Args:
         source: A step of a checkpoint, whose number, metadata, and states are kept. Or files of another library, which

@@ -32,7 +32,7 @@ _FIX_BUCKET = "create the bucket, or correct its name in the URL, and save again
 
 
 def open_storage(directory: str | os.PathLike[str]) -> Storage:
-    """Open the storage of a directory: an object store for a URL, else a local folder.
+    """Return the storage of a directory: a `RemoteStorage` for a URL, a `LocalStorage` for a path or `file://` URL.
 
     Raises:
         CheckpointError: The package for this kind of URL is not installed.
@@ -96,7 +96,7 @@ class RemoteStorage:
         return f"{self.get_folder_name(step)}/{token}"
 
     def commit_step(self, step: int, token: str) -> None:
-        """Move the manifest into the step's folder, or raise if that has one. Then delete files of other saves."""
+        """Copy the manifest into the step's folder, or raise if the step exists. Then delete files of other saves."""
         folder = self.get_folder_name(step)
         path = self._join_path(folder, NAME)
         with _translate_errors(self._files, path, f"step {step} cannot be completed", _FIX_BUCKET):
@@ -108,7 +108,7 @@ class RemoteStorage:
                     raise
         head = memoryview(bytearray(_HEAD_BYTES))
         if token.encode() not in bytes(head[: self.read_file_into(folder, NAME, 0, head)]):
-            # With this save's token in the manifest, the write succeeded, and only the store's answer was lost.
+            # The manifest does not have this save's token, so a different save has committed the step.
             raise make_step_exists_error(self.where, step)
         # The step is now final, so delete other files in its folder: they belong to saves that will fail.
         self.remove_file(f"{folder}/{token}", NAME)

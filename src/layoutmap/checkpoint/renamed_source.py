@@ -1,4 +1,4 @@
-"""Read variables under other names, and permute, split, or merge their axes by a name table."""
+"""Read variables under different names, and permute, split, or merge their axes by a name table."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ class RenamedSource(Source):
         return [part.name for part in self._from[path]] if path in self._from else [path]
 
     def get_source_parts(self, path: str) -> Sequence[SourcePart]:
-        """Return the parts of a variable that `add_from_table` has added, or an empty sequence for other variables."""
+        """Return the tensors of a variable that was added, or an empty sequence if the variable was not added."""
         return self._from.get(path, ())
 
     def check_unique_parts(self, paths: Iterable[str]) -> None:
-        """Raise if two variables of a model are read from the same tensor or the same part of one.
+        """Raise if two variables of a model are read from the same tensor, or from the same part of a tensor.
 
         Raises:
             CheckpointError: Two variables share a tensor.
@@ -108,9 +108,9 @@ class RenamedSource(Source):
                 user = users.setdefault((each.name, _select_fixed_parts(each.tensor_axes)), path)
                 if user != path:
                     raise CheckpointError(
-                        f"{user} and {path} are one tensor in the checkpoint",
+                        f"{user} and {path} are read from the same tensor",
                         facts={"tensor": each.name, "table": self._names.where},
-                        why="the name table gives both the same name",
+                        why="the name table gives both variables the same name",
                         fix="write a line for each of these variables, with a longer part of its path",
                     )
 
@@ -124,16 +124,16 @@ class RenamedSource(Source):
         saved = [self._source.variables[name] for name, _ in tensors]
         if len(types := {each.dtype for each in saved}) > 1:
             raise CheckpointError(
-                f"{path}: its parts have different dtypes",
+                f"{path}: the tensors that make up this variable have different dtypes",
                 facts={each.path: each.dtype for each in saved},
                 why=f"the table {self._names.where} joins them into one variable",
-                fix=f"convert them to one of {', '.join(sorted(types))}",
+                fix=f"convert all of these tensors to one of {', '.join(sorted(types))}",
             )
         parts: list[SourcePart] = []
         for (name, pattern), each in zip(tensors, saved, strict=True):
             variable_axes, tensor_axes = _get_axes_pair(pattern, len(each.shape))
             sizes = solve_axis_sizes([(tensor_axes, each.shape), (variable_axes, shape)])
-            if sizes is None:  # keep the tensor's shape, so that `ModelValues.check_all` reports it
+            if sizes is None:  # keep the tensor's shape, so that `check_all` reports the difference
                 self.variables[path] = replace(saved[0], path=path, aliases=())
                 self.variables.pop(name, None)
                 return
@@ -163,7 +163,7 @@ class RenamedSource(Source):
         super()._read_block_into(variable, wanted, target)
 
     def _find_unchanged_name(self, path: str) -> str | None:
-        """Return the name of the tensor that equals a variable, or `None` if the variable's axes differ from it."""
+        """Return the name of the tensor that equals a variable, or `None` if the tensors must be joined or permuted."""
         parts = self._from.get(path)
         if parts is None:
             return path
@@ -229,7 +229,7 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
                 raise CheckpointError(
                     f"{path}: its shape contradicts the name table",
                     facts={"shape": variable.shape, "table": names.where, "line": entry.path.text},
-                    why="the variable has other axes than the table lists",
+                    why="the axes that the table lists do not fit the shape of the variable",
                     fix="use the table of this model, or correct the axes of this line",
                 )
             part = SourcePart(path, exported_axes, axes, sizes)
@@ -267,10 +267,10 @@ def _check_parts_complete(name: str, joined: Sequence[SourcePart], source: Sourc
     shapes = {compute_array_shape(each.variable_axes, each.sizes) for each in joined}
     dtypes = {source.variables[each.name].dtype for each in joined}
     whys = {
-        f"each of its {parts[0].count} parts must be there once": sorted(part.index for part in parts)
+        f"each of its {parts[0].count} parts must occur exactly once": sorted(part.index for part in parts)
         == list(range(parts[0].count)),
-        "all its parts must have the same shape": len(shapes) == 1,
-        "all its parts must have the same element type": len(dtypes) == 1,
+        "all parts of the tensor must have the same shape": len(shapes) == 1,
+        "all parts of the tensor must have the same element type": len(dtypes) == 1,
     }
     for why, is_true in whys.items():
         if not is_true:
@@ -278,12 +278,12 @@ def _check_parts_complete(name: str, joined: Sequence[SourcePart], source: Sourc
                 f"{name}: it cannot be joined from the variables of the model",
                 facts={each.name: source.variables[each.name].shape for each in joined}
                 | {"table": names.where},
-                why=f"in the table, {why}",
+                why=why,
                 fix="correct the table, or the model",
             )
 
 
 def _get_axes_pair(pattern: TensorPattern, rank: int) -> tuple[ArrayAxes, ArrayAxes]:
-    """Return the axes of a variable in the model and those of its tensor, with default names if the table has none."""
+    """Return a pair: a variable's axes in the model and its tensor's axes, with default names if the table has none."""
     default_axes: ArrayAxes = tuple((f"axis_{n}",) for n in range(rank))
     return pattern.variable_axes or default_axes, pattern.tensor_axes or default_axes

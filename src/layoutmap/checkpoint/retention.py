@@ -41,8 +41,8 @@ class Retention:
 
     def __post_init__(self) -> None:
         _check_positive_int("keep_last", self.keep_last, "keep_last=None keeps all steps")
-        _check_positive_int("keep_best", self.keep_best, "best=None keeps none of the best")
-        _check_positive_int("keep_every", self.keep_every, "keep_every=None keeps none for its number")
+        _check_positive_int("keep_best", self.keep_best, "best=None keeps no step for its metric")
+        _check_positive_int("keep_every", self.keep_every, "keep_every=None keeps no step for its number")
         _check_positive_int("every_steps", self.every_steps, "every_steps=None saves whenever save is called")
         minutes = self.every_minutes
         if minutes is not None and not 0 < minutes < math.inf:
@@ -96,7 +96,7 @@ class Retention:
         return sorted(steps, key=lambda step: (sign * known[step], -step))
 
     def choose_kept_steps(self, metrics: Metrics, last_saved: int) -> set[int]:
-        """Return the steps to keep.
+        """Return the steps to keep: the last saved one, and those that match one of the rules for keeping steps.
 
         Args:
             metrics: The metrics of the step that was saved last and of its existing ancestors.
@@ -125,7 +125,7 @@ def convert_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict
             found[name] = float(value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"metrics[{name!r}]: this is not a number",
+                f"metrics[{name!r}] is not a number",
                 facts={"error": str(error)},
                 why="steps are compared by their metrics",
                 fix="pass one number for each metric, as in metrics={'loss': 0.25}",

@@ -69,13 +69,13 @@ def check_limits(where: str, variables: Iterable[SavedVariable], max_bytes: int 
             size = math.ceil(math.prod(each.shape) * get_itemsize(each.dtype))
             most = 2**63 - 1 if max_bytes is None else max_bytes
             if size > most or math.prod(max(n, 1) for n in each.shape) >= 2**63:
-                why = f"its shape {each.shape} needs {size:,} bytes, and its files can have {most:,}"
+                why = f"its shape {each.shape} needs {size:,} bytes, and its files can have at most {most:,}"
         if why:
             raise CheckpointError(f"{where}: {shorten_repr(each.path)} is invalid", why=why, fix=FIX)
 
 
 def import_package(subject: str, package: str, why: str) -> Any:
-    """Import and return a package that reads a format. The error for a missing package has `subject` and `why`.
+    """Import a package that reads a format, and return it. If it is missing, the error has `subject` and `why`.
 
     Raises:
         CheckpointError: The package is not installed.
@@ -104,7 +104,7 @@ class Source(ABC):
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """States saved besides the variables, by name. Empty without any."""
+        """States saved besides the variables, by name. Empty if there are none."""
         return {}
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
@@ -118,7 +118,7 @@ class Source(ABC):
             return self._read_block(*wanted)
 
     def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
-        """Read the values of a variable at an index into `target`, an array of its dtype."""
+        """Read the values of a variable at an index into `target`, an array of the variable's dtype."""
         wanted = self._resolve_block(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
             self._read_block_into(*wanted, target)

@@ -30,7 +30,7 @@ def encode_state(value: Any, where: str) -> Any:
         where: The name of the state in messages.
 
     Raises:
-        CheckpointError: The state contains another type of value. The message names its place.
+        CheckpointError: The state contains another type of value. The message names its position.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -67,7 +67,9 @@ def encode_state(value: Any, where: str) -> Any:
 def decode_state(value: Any) -> Any:
     """Convert the result of `encode_state` back. Tensors become numpy arrays unless torch is imported."""
     if isinstance(value, list):
-        parts = cast("list[Any]", value)  # a Mersenne Twister has 625 numbers, so copy them without calls
+        parts = cast(
+            "list[Any]", value
+        )  # a Mersenne Twister has 625 numbers, so copy them without a call for each
         return [decode_state(each) for each in parts] if {list, dict} & {*map(type, parts)} else [*parts]
     if not isinstance(value, dict):
         return value

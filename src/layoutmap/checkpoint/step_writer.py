@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -192,7 +192,7 @@ class StepWriter:
             self._discard_unfinished_step()
 
     def __del__(self) -> None:
-        if not self._is_over:  # an interrupt came before the `with` block
+        if not self._is_over:  # an interrupt came before the `with` block, so nothing else discards the step
             self._discard_unfinished_step()
 
     def _discard_unfinished_step(self) -> None:
@@ -225,7 +225,7 @@ class StepWriter:
         if self._token.encode() in (self._try_read_file(step, NAME, _HEAD_BYTES) or b""):
             return True
         if is_gone:
-            raise self._record_failure(0, "read the error of process 0")
+            self._raise_failure(0, "read its output")
         return False
 
     def _wait_until(self, is_done: Callable[[], bool], list_missing: Callable[[], Sequence[int]]) -> None:
@@ -238,7 +238,7 @@ class StepWriter:
                 sizes = [sum(self._get_data_file_sizes(n).values()) for n in range(self._num_processes)]
                 if sizes != known_sizes:
                     known_sizes, last = sizes, now
-                # Without a launcher that ends all processes when one dies, only this timeout does (decisions/0179).
+                # If no launcher ends all processes when one dies, only this timeout ends them (decisions/0179).
                 elif now - last > self._patience_seconds:
                     self._silent = tuple(list_missing())
                     raise CheckpointError(
@@ -262,14 +262,14 @@ class StepWriter:
                     data = self._try_read_complete_json(self._folder, _name_failure_file(process_index))
                     time.sleep(_SHORTEST_SECONDS)
                 found: tuple[int, str] = (
-                    tuple(json.loads(data)) if data else (process_index, "read the error of process 0")
+                    tuple(json.loads(data)) if data else (process_index, "read its output")
                 )
-                raise self._record_failure(*found)
+                self._raise_failure(*found)
 
-    def _record_failure(self, process_index: int, text: str) -> CheckpointError:
-        """Record which process failed, so that `_report_own_failure` reports it, and return the error to raise."""
+    def _raise_failure(self, process_index: int, text: str) -> NoReturn:
+        """Raise an error that names the failed process. Also record it, so that `_report_own_failure` reports it."""
         self._failed = process_index, text
-        return CheckpointError(
+        raise CheckpointError(
             f"{self.where}: process {process_index} could not write its part",
             facts={f"process {process_index}": text},
             why="a step needs the parts of all processes, so this step was discarded",

@@ -37,7 +37,7 @@ class Sink(Protocol):
 
 
 class FileMaker(Protocol):
-    """Create files in a folder. A `Storage` does so, and also a link that sends each new file."""
+    """Create files in a folder. This is a `Storage`, which stores the files, or a link, which sends them."""
 
     def create_file(self, folder: str, name: str) -> Sink:
         """Open a new file for writing."""
@@ -97,7 +97,7 @@ class Storage(FileMaker, Protocol):
         ...
 
     def read_file_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
-        """Read from `start` into `buffer`, and return the byte count, which is smaller only at the end of the file."""
+        """Read from offset `start` into `buffer`. Return the byte count, smaller than `buffer` only at the end."""
         ...
 
     def get_free_bytes(self) -> int | None:
@@ -111,7 +111,7 @@ def make_random_token() -> str:
 
 
 def parse_step_folder_name(name: str) -> int | None:
-    """Return the step number in a folder name, or `None` for other names.
+    """Return the step number in the name of a step's folder, or `None` if the folder's name is not of this form.
 
     Example:
         >>> parse_step_folder_name("step-1000"), parse_step_folder_name("step-07")
@@ -215,11 +215,11 @@ class LocalStorage:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read_file_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
-        """Read from `start` into `buffer`, and return the byte count."""
+        """Read bytes from offset `start` into `buffer`, and return their number."""
         self._check_posix_support()
         path, done = f"{self.where}/{folder}/{name}", 0
         try:
-            # O_NONBLOCK, because opening a named pipe would block
+            # O_NONBLOCK, because opening a named pipe would block otherwise
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
@@ -231,7 +231,7 @@ class LocalStorage:
         return done
 
     def get_free_bytes(self) -> int | None:
-        """Return the free space in bytes."""
+        """Return the free space in bytes, or `None` if the system does not report it."""
         existing = next(path for path in (self._root, *self._root.parents) if path.exists())
         with contextlib.suppress(OSError):
             return shutil.disk_usage(existing).free
@@ -240,7 +240,7 @@ class LocalStorage:
     def _check_posix_support(self) -> None:
         if folders.fcntl is None:
             raise CheckpointError(
-                f"{self.where}: checkpoints are not written or read on this system",
+                f"{self.where}: checkpoints cannot be written or read on this system",
                 why="the system lacks POSIX locks, reads, and renames",
                 fix="use Linux, macOS, or WSL, or save to an object store: s3://bucket/run",
             )
@@ -307,7 +307,7 @@ def _make_os_error(where: str, what: str, error: OSError) -> CheckpointError:
         errno.EROFS: "name a directory that can be written",
         errno.ENOENT: "restore the missing file from a copy, or load another step",
         errno.ENOTDIR: "name a directory; a part of the path is a file",
-        errno.EEXIST: "name another directory; a file of this name exists already",
+        errno.EEXIST: "name another directory; this name belongs to something that is not a directory",
         errno.EFBIG: "raise the limit for the size of files (ulimit -f), or save elsewhere",
     }
     return CheckpointError(

@@ -93,26 +93,26 @@ def parse_begin(payload: bytes, where: str) -> BeginRecord:
     if begin.version != VERSION or not begin.unchanged.keys() <= begin.variables.keys():
         raise make_stream_error(
             where,
-            f"its version is {begin.version}, not {VERSION}"
+            f"the format of the stream has version {begin.version}, not {VERSION}"
             if begin.version != VERSION
-            else "it lists unchanged variables that it does not describe",
+            else "the first record names unchanged variables that are not in its list of variables",
         )
     if unknown := {each.dtype for each in begin.variables.values()} - SAFETENSORS.keys():
-        raise make_stream_error(where, f"it has the unknown element type {min(unknown)!r:.50}")
+        raise make_stream_error(where, f"a variable has the unknown element type {min(unknown)!r:.50}")
     check_limits(where, begin.list_variables())
     return begin
 
 
 def encode_answer(token: str, error: str) -> bytes:
-    """Encode the receiver's answer to a stream. An empty error means that its model has all values."""
+    """Encode the receiver's answer to a stream. An empty error means that the receiver's model has all values."""
     return msgspec.json.encode(_AnswerRecord(token, error))
 
 
 def check_answer(payload: bytes, token: str, where: str) -> None:
-    """Raise if an answer is a refusal or belongs to another stream."""
+    """Raise if the receiver's answer is a refusal, or belongs to a different stream."""
     answer = decode_payload(payload, _AnswerRecord, where)
     if answer.token not in (token, ""):
-        raise make_stream_error(where, "the answer belongs to another stream")
+        raise make_stream_error(where, "the answer belongs to a different stream")
     if answer.error:
         raise CheckpointError(
             f"{where}: the receiver refuses the weights",
@@ -140,7 +140,7 @@ def read_record(
         where: The sender, for messages.
 
     Raises:
-        CheckpointError: The record is damaged or too long, or has another number or kind.
+        CheckpointError: The record is damaged or too long, or has the wrong number or kind.
     """
     header, checksum = read(_HEADER.size), read(_SUM.size)
     magic, kind, actual, length, payload_checksum = _HEADER.unpack(header)
@@ -150,9 +150,10 @@ def read_record(
         raise make_stream_error(where, "the sender failed to read its values: read the sender's error")
     max_bytes = MOST_DATA_BYTES if kind in (RecordKind.FILE, RecordKind.DATA) else MOST_SMALL_BYTES
     if actual != number or kind not in kinds or length > max_bytes:
+        found = RecordKind(kind).name if kind in {*RecordKind} else kind
+        why = f"received record {actual} (kind {found}, {length:,} bytes), expected record {number} (kind "
         names = " or ".join(each.name for each in kinds)
-        why = f"record {actual} has kind {kind} and {length:,} bytes; expected is record {number}: {names}"
-        raise make_stream_error(where, f"{why} with at most {max_bytes:,} bytes")
+        raise make_stream_error(where, f"{why}{names}, at most {max_bytes:,} bytes)")
     payload = read(length)
     if zlib.crc32(payload) != payload_checksum:
         raise make_stream_error(where, f"the checksum of record {number} is wrong")
@@ -160,7 +161,7 @@ def read_record(
 
 
 def decode_payload(payload: bytes, payload_type: type[T], where: str) -> T:
-    """Decode a JSON payload to a value of a type, or raise a `CheckpointError` if it does not fit."""
+    """Decode a JSON payload to a value of a type, or raise a `CheckpointError` if the payload does not fit the type."""
     with translate_parser_errors(where):
         return msgspec.json.decode(payload, type=payload_type)
 

@@ -74,7 +74,7 @@ def write_part(
     total_bytes: int,
     progress: Callable[[str], object] | None = None,
 ) -> ProcessPart:
-    """Write the shards of this process, several files in parallel, and return the list of its files and chunks.
+    """Write this process's shards, several files in parallel, and return a `ProcessPart` that lists files and chunks.
 
     Args:
         storage: The storage of the checkpoint.
@@ -223,7 +223,7 @@ def make_chunk_name(path: str, index: Index, shape: Sequence[int]) -> str:
 def _assign_chunks_to_files(
     tasks: Sequence[WriteTask], total_bytes: int, num_files: int
 ) -> tuple[dict[str, list[list[Chunk]]], list[bytes], list[int]]:
-    """Divide shards into chunks of files. Return each shard's chunks by path, and each file's header and data size.
+    """Assign chunks of shards to files. Return the chunks of each shard by path, each file's header, and its data size.
 
     Chunks have no checksum yet, and their offsets count from the end of the header. Each chunk goes into the file with
     the fewest bytes so far, so that all files grow at the same time.
@@ -287,7 +287,7 @@ def _iterate_shards_in_order(task: WriteTask) -> Iterator[tuple[Index, NumpyArra
         values = early.pop(wanted)
         if values.dtype != dtype or values.shape != compute_block_shape(index):
             raise CheckpointError(
-                f"{task.variable.path}: a shard has another dtype or shape than expected",
+                f"{task.variable.path}: the dtype or shape of a shard is wrong",
                 facts={
                     "dtype": f"{values.dtype}, not {dtype}",
                     "shape": f"{values.shape}, not {compute_block_shape(index)}",

@@ -30,14 +30,14 @@ def print_devices(options: Any) -> int:
             missing = isinstance(error, LayoutMapError | ImportError)
             if options.engine:
                 raise LayoutMapError(
-                    f"{engine}: no devices",
+                    f"{engine} has no devices",
                     why=str(error),
                     fix=f'pip install "layoutmap[{engine}]"'
                     if missing
                     else f"check that {engine} itself lists its devices",
                 ) from error
             if not missing:
-                print_text(f"layoutmap: {engine}: no devices: {error}", sys.stderr)
+                print_text(f"layoutmap: {engine} has no devices: {error}", sys.stderr)
     if not texts:
         raise LayoutMapError(
             "no engine has devices", fix='pip install "layoutmap[jax]", [tensorflow] or [torch]'

@@ -45,7 +45,7 @@ def get_process_index() -> int:
 
 
 def inspect_model(options: Any) -> Plan:
-    """Return the plan of the model that a function creates. Several processes are compared."""
+    """Return the plan of the model that a function creates. Several processes compare their values."""
     # imported here, so that other commands need not load numpy
     from layoutmap.inspecting.inspect import inspect
 

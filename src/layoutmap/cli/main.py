@@ -221,7 +221,7 @@ def _make_parser() -> argparse.ArgumentParser:
     search = add_command(
         "search",
         run_search_command,
-        "Find the layout map with the fastest training step on a machine, and compare it with built-in expert maps.",
+        "Find the layout map with the fastest training step on a machine, and compare it with built-in maps.",
     )
     add_search_options(search)
     checkpoint = add_command(
@@ -341,7 +341,7 @@ def _run_explain_command(options: Any) -> int:
         raise LayoutMapError(
             str(error.args[0]),
             why="the path of a variable is as the plan prints it, with one number in place of a range such as {0..31}",
-            fix=f"use one of the paths that this prints: layoutmap plan {options.model} ...",
+            fix=f"use a path that this command prints: layoutmap plan {options.model} ...",
         ) from None
     return SUCCESS
 

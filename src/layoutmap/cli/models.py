@@ -84,7 +84,7 @@ def make_published_model_function(model: PublishedModel, dtype: str | None) -> C
 
 
 def make_preset_map(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
-    """Return the map of the requested preset, or without rules that of a published model's preset, or `None`."""
+    """Return the map of the requested preset, or without rules of a published model's preset, or `None`."""
     name = options.preset or (model.preset if model is not None and not options.rules else None)
     for option, value, condition, is_met in (
         ("--preset", options.preset, "without --rules", not options.rules),
@@ -104,7 +104,7 @@ def make_preset_map(options: Any, mesh: Mesh | None, model: PublishedModel | Non
         raise LayoutMapError(
             f"preset {name!r}: the mesh is missing",
             why="the rules of a preset fit any mesh, so they do not name one",
-            fix="add one, as in --mesh batch=2,model=4",
+            fix="add a mesh, as in --mesh batch=2,model=4",
         )
     model_dim = options.model_dim or "model"
     return LayoutMap.preset(

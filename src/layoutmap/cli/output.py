@@ -33,7 +33,7 @@ def add_wide_option(parser: argparse.ArgumentParser) -> None:
 
 
 def get_width(stream: TextIO | None, wide: bool) -> int | None:
-    """Return the terminal's width in characters, or `None` with `wide` and for a stream that is not a terminal."""
+    """Return the terminal's width in characters, or `None` if `wide` is true or the stream is no terminal."""
     if wide or stream is None or stream.closed or not stream.isatty():
         return None
     return max(_MIN_WIDTH, shutil.get_terminal_size().columns)
@@ -79,14 +79,14 @@ def check_output_path(option: str, path: str) -> None:
 
 
 def get_file_paths(options: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the paths of output files by option, without `None`. Raise for unwritable paths and for equal paths."""
+    """Return the paths that are not `None`, by option. Raise if a file cannot be written or two paths are equal."""
     files = {option: path for option, path in options.items() if path is not None}
     for option, path in files.items():
         check_output_path(option, path)
     if len({os.path.realpath(path) for path in files.values()}) < len(files):
         raise LayoutMapError(
             f"{' and '.join(files)} are both {next(iter(files.values()))!r}",
-            why="the second would overwrite the first",
+            why="the second file would overwrite the first",
             fix="name two different files",
         )
     return files

@@ -15,7 +15,7 @@ from typing import Any
 
 from layoutmap.adapters import (
     ADAPTERS,
-    Training,
+    TrainingAdapter,
     find_model_adapter,
     get_imported_adapter,
     require_capability,
@@ -207,7 +207,7 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     if options.backend:
         os.environ["KERAS_BACKEND"] = options.backend
     elif options.on:
-        # Steps can be counted only on JAX, and the default backend of Keras is TensorFlow, so change the default.
+        # Costs can be computed only on JAX, but Keras's default backend is TensorFlow, so change the default.
         os.environ.setdefault("KERAS_BACKEND", "jax")
     mesh = Mesh(None, options.mesh) if options.mesh else None
     model = find_published_model(name)
@@ -250,7 +250,7 @@ def load_layout_map_file(path: str, mesh: Mesh | None) -> LayoutMap:
 
 
 def read_step_file(name: str) -> Any:
-    """Return the figures of a compiled step from a JSON file."""
+    """Return the explanation of a compiled step from a JSON file."""
     try:
         found: Any = json.loads(_read_text_file(name))
     except ValueError as error:
@@ -263,7 +263,7 @@ def read_step_file(name: str) -> Any:
 
 
 def check_and_count_rules(name: str) -> int:
-    """Check a rules file, and return the number of its rules. If it names no mesh, its rules may name any dims."""
+    """Check a rules file, and return the number of rules. In a file without a mesh, rules may name any dims."""
     text = _read_text_file(name)
     with _add_file_to_errors(name):
         fields = read_rules_file(text)
@@ -288,7 +288,7 @@ def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[]
                 fix="leave --optimizer out",
             )
         try:
-            return require_capability(adapter, Training, "--optimizer").set_optimizer(model, optimizer)
+            return require_capability(adapter, TrainingAdapter, "--optimizer").set_optimizer(model, optimizer)
         except ScopeError as error:
             raise LayoutMapError(
                 f"--optimizer {optimizer} cannot be used", why=error.why, fix="use adamw, sgd, ..."
@@ -344,7 +344,9 @@ def _add_file_to_errors(path: str) -> Generator[None]:
         yield
     except RecursionError as error:
         raise LayoutMapError(
-            f"{path}: it is nested too deeply", why="layoutmap writes no such files", fix="write it again"
+            f"{path} is nested too deeply",
+            why="layoutmap never writes such a file",
+            fix="write the file again",
         ) from error
     except LayoutMapError as error:
         raise LayoutMapError(

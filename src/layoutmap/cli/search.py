@@ -65,14 +65,12 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", metavar="PATTERN", nargs="+", default=[], help="rules of --start that stay as they are"
     )
-    parser.add_argument(
-        "--tries", metavar="N", type=int, default=32, help="how many maps are counted at most"
-    )
+    parser.add_argument("--tries", metavar="N", type=int, default=32, help="how many maps are tried at most")
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="decides the order in which layouts are tried"
     )
     parser.add_argument(
-        "--cache", metavar="FILE", help="a file that keeps figures, so that a second search is quick"
+        "--cache", metavar="FILE", help="a file that stores costs, so that a second search is quick"
     )
     parser.add_argument(
         "--verify",
@@ -86,7 +84,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         dest="verify",
         action="store_const",
         const=False,
-        help="choose by counting alone, although XLA's compiler for those devices is installed",
+        help="choose by estimates alone, although XLA's compiler for those devices is installed",
     )
     parser.add_argument(
         "--remat",
@@ -108,7 +106,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_search_command(options: Any) -> int:
-    """Search for a layout map, print it beside the built-in expert maps, write its files, and return the exit code."""
+    """Search for a layout map, print it and the built-in maps, write its files, and return the exit code."""
     # imported here, so that other commands need not load JAX
     from layoutmap.cost.layout_map_search import search
 

@@ -66,7 +66,7 @@ def guard_users_code(
     except SystemExit as error:
         raise LayoutMapError(
             f"{name} called sys.exit({'' if error.code is None else repr(error.code)})",
-            why="it ended before the plan was made",
+            why="the program would end before there is a plan",
             fix='move the code that runs the program under: if __name__ == "__main__":',
         ) from error
     except BaseException as error:
@@ -78,7 +78,7 @@ def guard_users_code(
 
 
 def parse_function_name(name: str) -> tuple[str, str]:
-    """Return the names of the module and of the function in `module:function`, or raise for another form of name."""
+    """Return the names of the module and the function in `module:function`. Raise if the name has no such form."""
     module, colon, function = name.partition(":")
     if not colon and all(map(str.isidentifier, parts := name.split("."))) and len(parts) > 1:
         module, function = ".".join(parts[:-1]), parts[-1]
@@ -112,7 +112,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         raise LayoutMapError(
             f"{module_name} has no function {function_name!r}",
             facts={"functions": ", ".join(near[:10])},
-            fix="name one that creates and returns a model",
+            fix="name a function that creates and returns a model",
         )
     try:
         inspect.signature(function).bind()
@@ -120,7 +120,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         raise LayoutMapError(
             f"{module_name}:{function_name} cannot be called without arguments",
             why=str(error),
-            fix=f"write a function that calls {function_name} with its arguments and returns the model, and name that",
+            fix=f"name a new function that calls {function_name} with its arguments and returns the model",
         ) from error
     except ValueError:  # builtins may have no signature
         pass

@@ -13,7 +13,7 @@ _HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 
 
 def describe_type(value: Any) -> str:
-    """Return the type of a wrong argument as a phrase for messages, such as `of type numpy.ndarray`."""
+    """Return a phrase for messages that names the type of a wrong argument: `of type numpy.ndarray`, or `None`."""
     if value is None:
         return "None"
     module = type(value).__module__.partition(".")[0]
@@ -22,7 +22,7 @@ def describe_type(value: Any) -> str:
 
 
 def as_int(value: Any) -> int | None:
-    """Return an integer of any type, such as numpy's, as Python's int, or None for other values and bools."""
+    """Return an integer of any type, such as numpy's, as Python's int. Return None for a bool or a non-integer."""
     if type(value) is int:
         return value
     try:
@@ -32,7 +32,7 @@ def as_int(value: Any) -> int | None:
 
 
 def as_builtin_str(text: str) -> str:
-    """Return the value of a subclass of str, such as numpy's, as Python's str, which YAML and JSON can write."""
+    """Convert a text of a subclass of str, such as numpy's, to Python's str, which YAML and JSON can write."""
     return str.__str__(text)
 
 
@@ -104,7 +104,7 @@ def validate_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
 
 
 def check_encodable(name: str, label: str) -> None:
-    """Raise if a name has half a surrogate pair, which UTF-8 cannot encode. `label` names the value in the error."""
+    """Raise a `MeshError` if a name, which `label` describes, has half a surrogate pair. UTF-8 cannot encode it."""
     if _HALF_A_PAIR.search(name):
         raise MeshError(
             f"{label} {name!r} has half a surrogate pair",

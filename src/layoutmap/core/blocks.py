@@ -40,7 +40,7 @@ def make_full_index(shape: Sequence[int]) -> Index:
 def group_devices_by_shard(
     layout: Layout, shape: Sequence[int], devices: Iterable[int]
 ) -> dict[Ends, tuple[Index, list[int]]]:
-    """Return the index of each distinct shard and the devices that store it, by the start and stop of each axis.
+    """Return the index of each distinct shard and the devices that store it, in a dict by the ends of the shard's axes.
 
     Args:
         layout: The tensor's layout.
@@ -65,7 +65,7 @@ def group_devices_by_shard(
 
 
 def normalize_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
-    """Return an index in which each slice has a start and a stop as whole numbers from 0.
+    """Return an equal index in which each slice has a start and a stop, both counted from 0.
 
     Raises:
         LayoutMapError: A slice has a step, or an axis has no slice.
@@ -91,7 +91,7 @@ def normalize_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
 
 
 def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[Any, ...]]:
-    """Return the smallest block that contains a numpy index, and the numpy index relative to that block.
+    """Return the index of the smallest block that contains a numpy index, and the numpy index relative to the block.
 
     Args:
         index: Integers, slices and `...`, alone or as a tuple.
@@ -124,8 +124,8 @@ def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[An
 
 
 def _split_axis_index(part: Any, size: int) -> tuple[slice, Any]:
-    """Return the contiguous slice of one axis that contains an integer or slice, and the index relative to it."""
-    if isinstance(part, (bool, np.bool_)):  # numpy treats a bool as a mask, not as an index
+    """Return the smallest contiguous slice of an axis with all selected elements, and their index in this slice."""
+    if isinstance(part, (bool, np.bool_)):  # numpy treats a bool as a mask, so refuse it
         raise TypeError
     if not isinstance(part, slice):
         at = range(size)[operator.index(part)]
@@ -173,7 +173,7 @@ def assemble_blocks(
     dtype: npt.DTypeLike,
     index: Index | None = None,
 ) -> npt.NDArray[np.generic]:
-    """Return an array, or its part at an index, assembled from blocks that cover it.
+    """Return an array, or the part of an array at an index, assembled from blocks that together contain its elements.
 
     Args:
         blocks: Pairs of index and values.
@@ -182,7 +182,7 @@ def assemble_blocks(
         index: The part to return; `None`: the whole array.
 
     Raises:
-        LayoutMapError: The blocks leave a gap, or overlap each other, or one has another shape than its index.
+        LayoutMapError: The blocks leave a gap or overlap, or a block and its index have different shapes.
 
     Example:
         >>> halves = [((slice(0, 2),), np.array([1, 2])), ((slice(2, 4),), np.array([3, 4]))]
@@ -222,7 +222,7 @@ _PRIME, _NUM_SUMS = (1 << 31) - 1, 3
 
 
 def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index, int] | None:
-    """Return a part of a block that no other block covers, or several do, and how many of them cover it.
+    """Return a part of a block that none or several other blocks cover, and their number, or None if there is none.
 
     Args:
         begins: Starts of the other blocks, as `stack_slice_ends` returns them.
@@ -254,7 +254,7 @@ def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> 
 
 
 def _clip_to_block(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
-    """Return the starts and stops of the parts of blocks inside of the block `wanted`, without empty parts."""
+    """Return the starts and stops of blocks after cutting them to the block `wanted`, without empty blocks."""
     begins = np.maximum(begins, np.array([part.start for part in wanted], np.int64))
     ends = np.minimum(ends, np.array([part.stop for part in wanted], np.int64))
     some = (begins < ends).all(axis=1)
@@ -274,7 +274,7 @@ def are_covered_once(
     outer_begins: NumpyArray,
     outer_ends: NumpyArray,
 ) -> NumpyArray:
-    """Return, for each outer block, whether its inner blocks cover each element exactly once.
+    """Return an array that says for each outer block whether its inner blocks cover each of its elements exactly once.
 
     Sums of sizes do not show it, because a gap and an overlap of one size cancel out. So each element counts as the
     product of random numbers for its row, its column, ... in a finite field, and the sums of inner and outer blocks are
@@ -294,6 +294,7 @@ def are_covered_once(
         positions = (begins[:, axis], outer_begins[:, axis], ends[:, axis], outer_ends[:, axis])
         distinct, which = np.unique(np.concatenate(positions), return_inverse=True)
         numbers = random.integers(_PRIME, size=(len(distinct), _NUM_SUMS))[which]
+        # Reduce modulo the prime after each step, so that no product exceeds 64 bits.
         products = products * ((numbers[num_blocks:] - numbers[:num_blocks]) % _PRIME) % _PRIME
     sums = np.cumsum(np.concatenate([np.zeros((1, _NUM_SUMS), np.int64), products[: len(begins)]]), axis=0)
     borders = np.cumsum([0, *counts])

@@ -35,7 +35,7 @@ def compute_position_checksum(
     begins: Sequence[int],
     positions: npt.NDArray[Any] | None = None,
 ) -> int:
-    """Return a 64-bit checksum of a block. The checksums of the parts of an array add up to its own modulo 2**64.
+    """Return a 64-bit checksum of a block. The sum for all blocks of an array, modulo 2**64, is the array's checksum.
 
     It depends on the bits and positions of elements, so layouts can be compared without gathering. All NaN are equal.
 
@@ -51,7 +51,7 @@ def compute_position_checksum(
         >>> compute_position_checksum(whole, (2, 3), (0, 0)) == sum(parts) % 2**64
         True
     """
-    # Reduce modulo the prime after each step, so that no product exceeds 64 bits.
+    # The positions take more memory than the values, so compute them for parts of a large block.
     if values.ndim and values.size > _MOST_ELEMENTS and len(values) > 1:
         half = len(values) // 2
         parts = (

@@ -10,12 +10,12 @@ from itertools import pairwise, product
 from layoutmap.core.blocks import Ends
 
 Groups = tuple[tuple[int, ...], ...]
-"""The devices that exchange values, in the order of their parts. Each device is in one group, and all have one size."""
+"""Groups of devices that exchange values, in the order of their parts. Sizes are equal; each device is in one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """A step that all devices take together.
+    """Describe a slice, all-gather, or all-to-all that all devices execute together, as a part of a change of layout.
 
     Args:
         grown_axis: The axis along which received parts are joined; `None`: nothing is sent.
@@ -33,10 +33,11 @@ class CollectiveStep:
     size: int = 0
 
 
+# An all-gather takes a quarter of the time of the permutes that send the same blocks (decisions/0240).
 def find_collective_steps(
     stored: Sequence[Ends], wanted: Sequence[Ends], num_missing: int
 ) -> tuple[CollectiveStep, ...] | None:
-    """Return steps after which each device stores its wanted block, or None if these steps send more than is missing.
+    """Return steps after which each device has its wanted block, or None if such steps send more than is missing.
 
     Args:
         stored: The block of each device.
@@ -51,9 +52,9 @@ def find_collective_steps(
     grown, shrunk = list[int](), list[int]()
     for axis in range(len(stored[0])):
         spans = [(have[axis], want[axis]) for have, want in zip(stored, wanted, strict=True)]
-        if all(_contains(have, want) for have, want in spans):
+        if all(_is_inside(want, have) for have, want in spans):
             shrunk += [axis] * any(have != want for have, want in spans)
-        elif all(_contains(want, have) for have, want in spans):
+        elif all(_is_inside(have, want) for have, want in spans):
             grown.append(axis)
         else:
             return None
@@ -78,7 +79,7 @@ def _iterate_steps(
     shrunk: Sequence[int],
     exchanged: tuple[int, int] | None,
 ) -> Iterator[tuple[CollectiveStep | None, int]]:
-    """Yield each step and the number of received elements, or None for a step that is impossible.
+    """Yield pairs of a step and the number of received elements. If a step is impossible, yield `(None, 0)` and stop.
 
     Slices come first, because later steps then send less. `exchanged` are the axes of an all-to-all.
     """
@@ -93,7 +94,7 @@ def _iterate_steps(
         if exchanged is None or axis != exchanged[1]:
             starts = tuple(want[axis][0] - have[axis][0] for have, want in zip(blocks, wanted, strict=True))
             blocks = replace_spans([axis])
-            yield CollectiveStep(shrunk_axis=axis, starts=starts, size=_measure(blocks[0][axis])), 0
+            yield CollectiveStep(shrunk_axis=axis, starts=starts, size=_compute_length(blocks[0][axis])), 0
     if exchanged is not None:
         axis, split_axis = exchanged
         groups = _group_devices(replace_spans([axis]), blocks, axis)
@@ -115,7 +116,7 @@ def _iterate_steps(
 
 
 def _group_devices(results: Sequence[Ends], blocks: Sequence[Ends], axis: int) -> Groups | None:
-    """Return groups of devices whose blocks together are the result of each of them, or None if there are none."""
+    """Return groups of devices with blocks that, joined along an axis, are the result of each, or None if none fit."""
     by_result: dict[Ends, dict[tuple[int, int], list[int]]] = {}
     for device, (result, block) in enumerate(zip(results, blocks, strict=True)):
         by_result.setdefault(result, {}).setdefault(block[axis], []).append(device)
@@ -131,24 +132,24 @@ def _group_devices(results: Sequence[Ends], blocks: Sequence[Ends], axis: int) -
 
 
 def _are_split_in_order(blocks: Sequence[Ends], wanted: Sequence[Ends], axis: int, groups: Groups) -> bool:
-    """Return whether each device of a group wants the part of an axis that has its position in the group."""
+    """Return whether device i of each group wants the i-th of the equal parts of its block along an axis."""
     for group in groups:
         for position, device in enumerate(group):
-            start, size = blocks[device][axis][0], _measure(wanted[device][axis])
-            is_whole = size * len(group) == _measure(blocks[device][axis])
+            start, size = blocks[device][axis][0], _compute_length(wanted[device][axis])
+            is_whole = size * len(group) == _compute_length(blocks[device][axis])
             if not is_whole or wanted[device][axis][0] != start + position * size:
                 return False
     return True
 
 
-def _contains(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
+def _is_inside(span: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return outer[0] <= span[0] and span[1] <= outer[1]
 
 
-def _measure(span: tuple[int, int]) -> int:
+def _compute_length(span: tuple[int, int]) -> int:
     return span[1] - span[0]
 
 
 def _count_elements(blocks: Sequence[Ends]) -> int:
     """Return the number of elements of all blocks."""
-    return len(blocks) * math.prod(map(_measure, blocks[0]))
+    return len(blocks) * math.prod(map(_compute_length, blocks[0]))

@@ -1,4 +1,4 @@
-"""Define the errors and warnings. Each message states the problem, the place, the reason, and the fix.
+"""Define the errors and warnings. Each message states the problem, its location, the reason, and the fix.
 
 Every error of this library is a `LayoutMapError`, which is a `ValueError`. Its text has one form:
 
@@ -45,7 +45,7 @@ class _ShortRepr(reprlib.Repr):
 
 
 def shorten_repr(value: object) -> str:
-    """Return a short `repr` of a value for messages, with dots for the middle of long texts and for deep values.
+    """Return a short `repr` of a value for messages. Dots replace the middle of long texts and the ends of long lists.
 
     Example:
         >>> shorten_repr([None, "model"]), shorten_repr(list(range(1000)))
@@ -93,7 +93,7 @@ class _StructuredMessage(Exception):
 
 
 class LayoutMapError(_StructuredMessage, ValueError):
-    """Any error of this library.
+    """Base class of all errors of this library.
 
     Args:
         what: The headline: which thing is wrong, and how.
@@ -115,11 +115,11 @@ class LayoutMapError(_StructuredMessage, ValueError):
 
 
 class MeshError(LayoutMapError):
-    """Raised for an invalid mesh, or one that the machine cannot provide."""
+    """Raised for an invalid mesh, or for a mesh that the machine cannot provide."""
 
 
 class LayoutError(LayoutMapError):
-    """Raised for an invalid layout, or one that does not fit its variable."""
+    """Raised for an invalid layout, or for a layout that does not fit its variable."""
 
 
 class RuleError(LayoutMapError):
@@ -159,4 +159,4 @@ class ParityError(LayoutMapError):
 
 
 class LayoutMapWarning(_StructuredMessage, UserWarning):
-    """Category of the warnings about code that works but is probably not intended, such as an idle mesh dim."""
+    """Category of the warnings about code that works but is probably not intended, such as an unused mesh dim."""

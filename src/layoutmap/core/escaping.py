@@ -17,7 +17,7 @@ _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def escape_text(text: str, *, keep: str = "") -> str:
-    r"""Return text that is safe to print on a terminal.
+    r"""Replace the characters of a text that are unsafe on a terminal by escapes, such as `\u001b`.
 
     Args:
         text: Any text.
@@ -32,7 +32,7 @@ def escape_text(text: str, *, keep: str = "") -> str:
 
 
 def escape_html(text: str, *, keep: str = "") -> str:
-    r"""Return text with its HTML markup escaped, and the characters that `escape_text` replaces.
+    r"""Escape the HTML markup in a text, and also the characters that `escape_text` escapes.
 
     Args:
         text: Any text.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ModuleNotFoundError:  # on Windows
+except ModuleNotFoundError:  # Windows has no `fcntl`
     fcntl = None
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of file systems that do not support locks
@@ -20,7 +20,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of file system
 
 @contextlib.contextmanager
 def open_hidden_folder(target: Path, token: str) -> Generator[Path]:
-    """Create a hidden folder next to `target` and yield its path (see `make_hidden_path`), then delete the folder.
+    """Create a hidden folder next to `target`, yield its path (see `make_hidden_path`), and delete it after the block.
 
     Folders that interrupted saves to the same target have left are deleted first.
     """
@@ -41,14 +41,14 @@ def make_hidden_path(target: Path, token: str) -> Path:
 
 
 def create_locked_folder(path: Path) -> FolderLock | None:
-    """Create a folder and return its lock, or None on a file system without locks."""
+    """Create a folder and return its lock. Return None if the file system has no locks."""
     while True:
         path.mkdir(exist_ok=True)
         try:
             lock = FolderLock(path)
             if lock.is_locked_at(path):
                 return lock
-        except FileNotFoundError:  # another process removed the folder before it was locked
+        except FileNotFoundError:  # another process removed the folder, so create it again
             pass
         except OSError as error:
             if error.errno in _NO_LOCKS:

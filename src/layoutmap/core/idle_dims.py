@@ -12,7 +12,7 @@ from layoutmap.core.specs import BatchDim
 def make_idle_dims_warning(
     step_name: str, mesh: Mesh, dims: Sequence[str], batch_dim: BatchDim | None, caller: str
 ) -> LayoutMapWarning:
-    """Return the warning that devices along these mesh dims repeat the same computation.
+    """Return the warning that nothing is sharded over these mesh dims, so their devices repeat the same computation.
 
     Args:
         step_name: The name of the step.

@@ -33,7 +33,7 @@ class InitializerProgram:
 @dataclass(frozen=True, slots=True)
 # Processes hold different shards and cannot compare values, so they compare initializer recipes (decisions/0181).
 class Initializer:
-    """Compute the first value of one variable.
+    """Describe how to compute a variable's first value: as a whole, and if possible as a program or in blocks.
 
     Args:
         global_value: Computes the global value, as an array of the engine's framework or of numpy.

@@ -174,7 +174,7 @@ class Layout:
         return Layout.from_valid_specs(kept, self.mesh, self.memory)
 
     def replace_memory(self, memory: str | None) -> Layout:
-        """Return this layout in another kind of memory.
+        """Return this layout with a different kind of memory.
 
         Args:
             memory: See `Layout`.
@@ -197,7 +197,7 @@ class Layout:
         return len(self.sharding_specs)
 
     def list_mesh_dims(self, axis: int) -> tuple[str, ...]:
-        """Return the mesh dims over which an axis is sharded, major to minor, or an empty tuple.
+        """Return the mesh dims over which an axis is sharded, major to minor, or an empty tuple if it is not sharded.
 
         Raises:
             LayoutError: There is no such axis.
@@ -269,7 +269,7 @@ class Layout:
         for axis, (i, count) in enumerate(zip(offset_tuple, counts, strict=not why)):
             index = index * count + i
             if not why and not 0 <= i < count:
-                why = f"axis {axis} is " + (f"sharded into {count} pieces" if count > 1 else "not sharded")
+                why = f"axis {axis} is " + (f"split into {count} shards" if count > 1 else "not sharded")
         if why:
             raise LayoutError(
                 f"there is no shard {tuple(offset_tuple)}",
@@ -280,7 +280,7 @@ class Layout:
         return index
 
     def local_shape_from_global_shape(self, global_shape: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Return the shape of the largest shard. All shards have this shape if each axis divides evenly.
+        """Return the shape of the largest shard. All shards have this shape if each axis can be split evenly.
 
         Args:
             global_shape: The global shape; `None` or -1 stands for an unknown size and stays.
@@ -326,7 +326,7 @@ class Layout:
     def shard_slices(self, global_shape: Sequence[int], device_index: int) -> tuple[slice, ...]:
         """Return the slices of a tensor that one device stores, with a start and a stop for each axis.
 
-        Along an axis that does not divide evenly, the last shards have fewer elements or none.
+        Along an axis that cannot be split evenly, the last shards have fewer elements or none.
 
         Args:
             global_shape: The global shape.
@@ -364,21 +364,21 @@ class Layout:
         return tuple(axis for axis, (n, count) in enumerate(sizes) if n is not None and n >= 0 and n % count)
 
     def check_rank(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
-        """Raise a `LayoutError` if a shape has another rank than this layout."""
+        """Raise a `LayoutError` if a shape does not have this layout's rank."""
         if len(shape) != self.rank:
             raise self.make_rank_error(shape, name)
 
     def check_fits(self, shape: tuple[int | None, ...], name: str = "layout") -> None:
-        """Raise a `LayoutError` if a shape has another rank than this layout, or an axis cannot be split evenly."""
+        """Raise a `LayoutError` if a shape does not have this layout's rank or cannot be split evenly."""
         self.check_rank(shape, name)
         for axis in self.find_uneven_axes(shape):
             raise self.make_uneven_error(shape, axis, name)
 
     def make_rank_error(self, shape: tuple[int | None, ...], name: str = "layout") -> LayoutError:
-        """Return, but do not raise, the error for a tensor with another rank than this layout."""
+        """Return, but do not raise, the error for a tensor that does not have this layout's rank."""
         fitted = (*self.sharding_specs[: len(shape)], *[UNSHARDED] * (len(shape) - self.rank))
         return LayoutError(
-            f"{name}: a layout of rank {self.rank} for a tensor of rank {len(shape)}",
+            f"{name}: a layout of rank {self.rank} does not fit a tensor of rank {len(shape)}",
             facts={"shape": shape, "layout": str(self), "mesh": str(self.mesh)},
             why="a layout has one sharding spec for each axis",
             fix=f"use {format_specs(fitted)}, or change the rule so that it does not match this tensor",
@@ -484,7 +484,7 @@ class Layout:
 
 
 def validate_memory_kind(memory: object, where: str, error: type[LayoutMapError] = LayoutError) -> str | None:
-    """Return a value that names a kind of memory or is None, and raise for every other value.
+    """Check that a value is None or the name of a kind of memory, and return it.
 
     Raises:
         LayoutMapError: There is no such kind. The error is of the type `error`.
@@ -543,7 +543,7 @@ def convert_layout(value: Any, mesh: Mesh | None = None, rank: int | None = None
 
 
 def _find_memory_kind(sharding: Any) -> str | None:
-    """Return the memory kind of JAX's `NamedSharding`, or None if it is the default memory of its devices."""
+    """Return the memory kind of JAX's `NamedSharding`, or None if this is the default memory of the devices."""
     is_abstract = type(sharding.mesh).__name__ == "AbstractMesh"
     usual = None if is_abstract else sharding.mesh.devices.flat[0].default_memory().kind
     return None if sharding.memory_kind == usual else sharding.memory_kind

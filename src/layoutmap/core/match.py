@@ -23,7 +23,7 @@ AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 # A last rule `.*` has a layout of one rank, so the setting `rest` replicates variables of any rank (decisions/0054).
 def validate_rest(value: object, where: str) -> Rest | None:
-    """Return the `rest` setting of a layout map, for variables without a rule, after checking its value.
+    """Check the `rest` setting of a layout map, which is for variables that no rule matches, and return it.
 
     Raises:
         RuleError: The value is not `"replicated"` or `None`.
@@ -31,8 +31,8 @@ def validate_rest(value: object, where: str) -> Rest | None:
     if value is None or value == "replicated":
         return "replicated" if value else None
     raise RuleError(
-        f"{where}: rest={shorten_repr(value)}",
-        why="it says that variables without a rule are replicated on purpose",
+        f"{where}: rest={shorten_repr(value)} is not allowed",
+        why="it says whether variables without a rule are replicated on purpose or get a warning",
         fix="use 'replicated' or None; for a sharded layout add a rule as the last one",
     )
 
@@ -42,10 +42,10 @@ class Rule:
     """Store one rule of a layout map.
 
     Args:
-        number: Its place in the map, counted from 1.
+        number: Its position in the map, counted from 1.
         pattern: The regex.
         layout: The layout it gives.
-        uneven: What happens to an axis that does not divide.
+        uneven: What happens to an axis that cannot be split evenly.
         reason: Why the rule gives this layout; empty if not given. Not compared.
     """
 
@@ -61,7 +61,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Store the rules that match one path.
+    """Store the rule that wins for one path, and the other rules that match it.
 
     Args:
         path: The path.
@@ -89,7 +89,7 @@ class Match:
 
     @property
     def layout(self) -> Layout | None:
-        """Layout of the winning rule, or None without one."""
+        """Layout of the winning rule, or None if no rule matches."""
         return self.rule and self.rule.layout
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Match:
 
 
 def suggest_rule_change(rule: Rule, paths: Sequence[str]) -> str:
-    """Return advice how to give variables of these paths another layout than that of the winning rule."""
+    """Return advice on how to give the variables at these paths a different layout than the winning rule does."""
     if rule.pattern in paths:
         return f"change rule {rule.number}: a rule that equals the path wins over all others"
     return f"change rule {rule.number}, or add a rule before it: the first rule that matches wins"

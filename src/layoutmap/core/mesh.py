@@ -1,6 +1,6 @@
 """Define the mesh: devices in a grid with named dims.
 
-A mesh has *mesh dimensions* (dims), each with a name and a size, and one device at each place of the grid,
+A mesh has *mesh dimensions* (dims), each with a name and a size, and one device at each position of the grid,
 row-major: the last dim runs fastest. It is a value. It holds device *names*, never device objects, so that a
 mesh of 4,096 accelerators can be written down, planned on and compared on a laptop. A mesh without device
 names is *abstract*; it is bound to real devices when something is materialized on it.
@@ -44,7 +44,7 @@ class Mesh:
             abstract mesh, too.
         mesh_dims: Pairs of name and size, a dict, or text such as `"batch=2,model=4"`.
         mesh_name: A name of your choice, kept in the text and protobuf forms.
-        local_device_ids: The places in the mesh of this process's devices; `None` means all whose names are known.
+        local_device_ids: The positions of this process's devices in the mesh; `None` means all whose names are known.
             Not compared: the processes of one program hold equal meshes.
         axis_types: JAX's types of the dims: `"explicit"` or `"auto"` for all, a list with one for each, or a dict of
             some by name; `None` means those of `mesh_dims`, which are `"auto"` unless stated. Other engines refuse
@@ -180,7 +180,7 @@ class Mesh:
         """Return the coordinates of one device in the grid.
 
         Args:
-            device_index: Its place in the row-major order, 0 to `size - 1`.
+            device_index: Its position in the row-major order, 0 to `size - 1`.
 
         Returns:
             One coordinate for each mesh dim.
@@ -212,7 +212,7 @@ class Mesh:
         return [dict(zip(self.dim_names, self.coords(i), strict=True)) for i in range(self.size)]
 
     def with_devices(self, devices: Iterable[str], *, local_device_ids: Iterable[int] | None = None) -> Mesh:
-        """Return a mesh with the same dims and other devices."""
+        """Return a mesh with the dims and name of this mesh, but with these devices."""
         return Mesh(devices, self.mesh_dims, self.name, local_device_ids=local_device_ids)
 
     def to_string(self) -> str:
@@ -319,7 +319,7 @@ def check_dims_in_mesh(
 
 
 def convert_mesh(mesh: Any) -> Any:
-    """Return a mesh of TensorFlow, JAX, or torch as this library's `Mesh`, and every other value unchanged."""
+    """Convert a mesh of TensorFlow, JAX, or torch (with dim names) to a `Mesh`, and return other values unchanged."""
     if is_dtensor_instance(mesh, "Mesh"):
         return Mesh.from_string(mesh.to_string())
     kind = (type(mesh).__module__.partition(".")[0], type(mesh).__name__)

@@ -126,7 +126,7 @@ def validate_local_device_ids(
     dims: tuple[MeshDimension, ...],
     size: int,
 ) -> tuple[int, ...]:
-    """Return the mesh positions of this process's devices after a check. None selects all devices with a name.
+    """Check the mesh positions of this process's devices, and return them. `None` stands for all devices with a name.
 
     Raises:
         MeshError: The positions are outside the mesh or not ascending, or a device has no name.

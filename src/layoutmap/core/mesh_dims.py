@@ -163,7 +163,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
 
 
 def replace_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tuple[MeshDimension, ...]:
-    """Return the dims with other axis types: one type for all, a list with one for each, or a dict by dim name.
+    """Return the dims with new axis types: one for all dims, a list with one for each, or a dict by dim name.
 
     Raises:
         MeshError: A type is neither `"auto"` nor `"explicit"`, or there is no such dim.
@@ -214,7 +214,7 @@ def infer_unknown_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tup
     known = math.prod(dim.size for dim in dims if dim.size != -1)
     if known < 1 or num_devices % known:
         raise MeshError(
-            f"mesh dim {unknown[0].name!r} of size -1 cannot be determined",
+            f"the size -1 of mesh dim {unknown[0].name!r} cannot be determined",
             facts={"mesh": ", ".join(map(str, dims)), "devices": num_devices},
             why=f"{num_devices} devices are not a multiple of {known}",
             fix="change the other sizes, or pass devices=",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"\d+")
-_MOST_DIGITS = 15  # JavaScript numbers are exact up to 15 digits, so longer digit strings are text
+_MOST_DIGITS = 15  # JavaScript numbers are exact up to 15 digits, so longer numbers get no ranges
 
 
 def split_at_numbers(path: str) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def replace_numbers(path: str) -> str:
 
 
 def find_repeated_layers(paths: Iterable[str]) -> frozenset[str]:
-    """Return the paths of layers that differ from the path of another layer only in their last number.
+    """Return the paths of layers with a number in the last part, if several of them differ only in numbers.
 
     Args:
         paths: The paths of the model's variables.
@@ -49,8 +49,8 @@ def find_repeated_layers(paths: Iterable[str]) -> frozenset[str]:
     return frozenset(path for same in groups.values() if len(same) > 1 for path in same)
 
 
-def merge_paths(paths: Sequence[str]) -> str:
-    """Return one path that stands for paths that differ only in numbers, with the ranges of these numbers.
+def format_merged_paths(paths: Sequence[str]) -> str:
+    """Return one text for paths that differ only in numbers, with the ranges of the numbers in braces.
 
     Example:
         >>> merge_paths(["blocks.0.kernel", "blocks.1.kernel", "blocks.2.kernel", "blocks.7.kernel"])
@@ -64,7 +64,7 @@ def merge_paths(paths: Sequence[str]) -> str:
 
 
 def format_path_regex_source(paths: Sequence[str]) -> str:
-    """Return Python source of a regex for paths that differ only in numbers: a raw string that ends in `$`.
+    """Return the result of `make_path_regex` as Python source, which is a raw string.
 
     Example:
         >>> print(format_path_regex_source(["blocks.0.conv2d.kernel", "blocks.1.conv2d.kernel"]))
@@ -74,7 +74,7 @@ def format_path_regex_source(paths: Sequence[str]) -> str:
 
 
 def make_path_regex(paths: Sequence[str]) -> str:
-    """Return a regex for paths that differ only in numbers, with `\\d+` for each number that varies. It ends in `$`.
+    """Return a regex that matches paths that differ only in numbers. It has `\\d+` for each number that varies.
 
     Example:
         >>> print(make_path_regex(["a.0.b", "a.1.b"]), make_path_regex(["a.0.b"]))
@@ -87,7 +87,7 @@ def make_path_regex(paths: Sequence[str]) -> str:
 
 
 def _format_number_ranges(numbers: Sequence[str]) -> str:
-    """Return the numbers of paths, which are texts, as one text of sorted ranges, such as `{0..3,7}`."""
+    """Merge numbers, given as text, into one text of sorted ranges: `{0..3,7}`. Return a single number unchanged."""
     if len(numbers) == 1:
         return numbers[0]
     if max(map(len, numbers)) > _MOST_DIGITS:

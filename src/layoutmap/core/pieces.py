@@ -45,7 +45,7 @@ class Conversion(Protocol):
     """Computation of one array from source arrays by permuting, splitting, and joining their axes."""
 
     def list_source_blocks(self, index: Index) -> Sequence[Sequence[Index]]:
-        """Return, for each source array, the indices of the blocks that the result's block at an index needs."""
+        """Return for each source array the indices of the blocks on which the result's block at an index depends."""
         ...
 
     def compute_block(self, index: Index, sources: Sequence[BlockReader], dtype: Any) -> NumpyArray:
@@ -72,11 +72,11 @@ class ArrayMove:
     path: str = ""
 
 
-# The two layouts alone determine the bytes to send, so a plan counts them without a compiler (decisions/0240).
+# The two layouts alone determine the bytes to send, so a plan computes them without a compiler (decisions/0240).
 def find_block_transfers(
     stored: Mapping[Device, Index], needed: Mapping[Device, Sequence[Index]]
 ) -> list[BlockTransfer[Device]]:
-    """Return the blocks that devices keep or get from another device, so that each has the blocks that it needs.
+    """Return a transfer for each block that a device keeps or receives, so that each device gets the blocks it needs.
 
     A device keeps what it stores already. Of the devices that store another block, the one that has sent fewest
     elements so far sends it.

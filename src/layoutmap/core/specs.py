@@ -29,7 +29,7 @@ def list_batch_dims(batch_dim: BatchDim | None) -> tuple[str, ...]:
 
 
 def parse_batch_dim(text: str) -> BatchDim:
-    """Return the batch dims in the text of a command line option: `data`, or several as in `replica,fsdp`."""
+    """Return the batch dims in a command-line option: a str for one, such as `data`, a tuple for `replica,fsdp`."""
     dims = tuple(part.strip() for part in text.split(","))
     return dims[0] if len(dims) == 1 else dims
 
@@ -81,7 +81,7 @@ def list_spec_dims(spec: ShardingSpec) -> tuple[str, ...]:
 
 
 def make_spec(dims: tuple[str, ...]) -> ShardingSpec:
-    """Return the spec of an axis that is sharded over these mesh dims, or `UNSHARDED` for none."""
+    """Return the spec of an axis that is sharded over these mesh dims, or `UNSHARDED` if there are none."""
     return dims[0] if len(dims) == 1 else dims or UNSHARDED
 
 
@@ -91,14 +91,14 @@ def _format_dims_fix(mesh: Mesh) -> str:
 
 
 def _check_specs_are_ordered(specs: Any, mesh: Mesh) -> None:
-    """Raise if specs are no sequence with one item for each axis, such as a set, a text, or a number."""
+    """Raise a `LayoutError` for a value without one item per axis in order: a set, a dict, a text, or a number."""
     if isinstance(specs, str):
         what, why = "are one text", "a layout has one sharding spec for each axis"
         fix = f"write a list: [{specs!r}]"
     elif isinstance(specs, (Set, Mapping)):
         what, why = (
             "have no order",
-            f"they are {describe_type(specs)}, and which spec is for which axis goes by order",
+            f"they are {describe_type(specs)}, but each spec is for the axis at its position",
         )
         fix = "write a list or a tuple"
     elif not isinstance(specs, Iterable):
@@ -133,7 +133,7 @@ def _make_dim_error(
     why, fix = f"the mesh has no dim {dim!r}", _format_dims_fix(mesh)
     if dim == tf_format.MATCH:
         why = "'match' is reserved for TensorFlow and shards nothing"
-    elif dim == UNSHARDED:  # in a tuple with other dims; a single `unsharded` was handled above
+    elif dim == UNSHARDED:  # it is in a tuple, because `list_spec_dims` leaves out a single `unsharded`
         why = "an axis that is sharded over a mesh dim is not unsharded"
         fix = f"name mesh dims only, or {UNSHARDED!r} alone"
     elif dim in used:

@@ -1,4 +1,4 @@
-"""Describe a training step on shapes without values. Adapters describe the step, and engines count its cost."""
+"""Describe a training step on shapes without values. Adapters describe the step, and engines compute its cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepTracer(Protocol):
         """
         ...
 
-    def open_optimizer_update(self) -> AbstractContextManager[None]:
+    def mark_optimizer_update(self) -> AbstractContextManager[None]:
         """Return a context manager in which the step computes the optimizer's update of the variables."""
         ...
 

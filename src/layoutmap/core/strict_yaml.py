@@ -12,7 +12,7 @@ from typing import Any
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import RuleError
 
-_MAX_DEPTH = 10  # A rules file needs 5.
+_MAX_DEPTH = 10  # levels of nesting; a rules file needs 5
 _MAX_ALIASED = 100_000
 _INT, _NULL = "tag:yaml.org,2002:int", "tag:yaml.org,2002:null"
 
@@ -47,7 +47,7 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
     except _YamlRefusal as error:
         mark, what, why, fix = error.args
         raise RuleError(f"{where}: {what}", facts={"line": mark.line + 1}, why=why, fix=fix) from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: the text cannot be encoded
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError if it cannot encode the text
         fix = "correct the text at the line and column in the reason"
         if "unknown escape character" in str(error):
             fix = r"use single quotes for a regex, as in 'up\.kernel', or none: in double quotes a \ begins an escape"
@@ -59,14 +59,14 @@ class _YamlRefusal(Exception):
 
 
 def _check_yaml_events(events: Any) -> None:
-    """Raise for nesting on which PyYAML would recurse too deeply, and for tags and merge keys, which it ignores."""
+    """Raise if a document is nested too deeply for PyYAML, or has a tag or merge key, which PyYAML would ignore."""
     depth = 0
     for event in events:
         name, tag = type(event).__name__, getattr(event, "tag", None)
         depth += name.endswith("StartEvent") - name.endswith("EndEvent")
-        if depth > _MAX_DEPTH + 2:  # two levels are the stream and the document
+        if depth > _MAX_DEPTH + 2:  # the stream and the document count as two more levels
             why = "a rules file needs five levels, for a sharding spec of several mesh dims in a layout of a rule"
-            what, fix = f"it is nested more than {_MAX_DEPTH} deep", "write a rule as in a: [null, model]"
+            what, fix = f"it has more than {_MAX_DEPTH} levels", "write a rule as in a: [null, model]"
             raise _YamlRefusal(event.start_mark, what, why, fix)
         if tag not in (None, "!"):
             why = "a file holds text, decimal integers, and null, in mappings and lists"
@@ -105,7 +105,7 @@ def _make_loader(base: Any) -> Any:
             for key_node, _ in node.value:
                 key = repr(self.construct_object(key_node))
                 if key in keys:
-                    why = "two rules for one pattern contradict each other"
+                    why = "a key has one value, and a pattern one rule"
                     raise _YamlRefusal(key_node.start_mark, f"{key} appears twice", why, "delete one of them")
                 keys.add(key)
             return base.construct_mapping(self, node, deep=True)

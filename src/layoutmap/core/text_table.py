@@ -11,8 +11,8 @@ from layoutmap.core.escaping import escape_html, escape_text
 # Inherit the text color, so that dark notebooks stay readable.
 _TABLE = "border-collapse:collapse;color:inherit"
 _CELL = "padding:.15em .7em;text-align:left;font-family:monospace;white-space:nowrap"
-_MIN_COLUMN_WIDTH = 30  # a column shrinks to this width only after every column of `drop` is dropped
-# matches the first column of a row, a name, and the blanks after it
+_MIN_COLUMN_WIDTH = 30  # a column becomes narrower than this only after every column of `drop` is dropped
+# Matches the first column of a row, a name, and the blanks after it.
 _FIRST_COLUMN = re.compile(r" *\S+(?: \S+)* {2,}")
 _LINE_END = "\n"
 ALL_COLUMNS = "to_text() shows all"
@@ -82,7 +82,7 @@ def format_table(
 
 # A line wider than the terminal would wrap, so columns are dropped and shortened to fit (decisions/0034).
 def _fit_column_widths(widths: Mapping[str, int], width: int, drop: Sequence[str]) -> dict[str, int]:
-    """Return the widths of the shown columns: the columns in `drop` are left out first, then the widest shortened."""
+    """Return the width of each shown column by name. Columns in `drop` are left out before others are shortened."""
     shown, least = dict(widths), [*drop]
     while (
         least and sum(min(each, _MIN_COLUMN_WIDTH) for each in shown.values()) + 2 * (len(shown) - 1) > width

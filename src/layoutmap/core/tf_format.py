@@ -36,7 +36,7 @@ _FIX_LAYOUT = "write sharding_specs:x,unsharded, mesh:<mesh>, as Layout.to_strin
 
 @dataclass(frozen=True, slots=True)
 class MeshFields:
-    """Values in the text or protobuf form of a mesh, which `Mesh.from_fields` checks.
+    """Unchecked values in the text or protobuf form of a mesh. `Mesh.from_fields` checks them.
 
     An unknown device of another process has the name `""`. If `devices` is None, `local_device_ids` is ignored.
     """
@@ -49,14 +49,14 @@ class MeshFields:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFields:
-    """Unchecked values in a layout's text or protobuf form: mesh dims or `("unsharded",)` for each axis, and mesh."""
+    """Unchecked values in a layout's text or protobuf form: mesh dims or `("unsharded",)` per axis, and the mesh."""
 
     specs: tuple[tuple[str, ...], ...]
     mesh: MeshFields
 
 
 def _list_full_device_names(fields: MeshFields) -> tuple[list[str], list[str]]:
-    """Return the full names of local devices, and of all devices: [] if all are local or one has no name."""
+    """Return the full names of local devices, and of all devices, or [] if all are local or one has no name."""
     names = fields.devices or ()
     devices = [LOCAL_DEVICE + name if _SHORT_DEVICE.fullmatch(name) else name for name in names]
     local = [devices[i] for i in fields.local_device_ids]
@@ -176,7 +176,7 @@ def read_mesh_proto(message: Any) -> MeshFields:
     for unsupported in ("use_xla_spmd", "single_device"):
         if getattr(proto, unsupported):
             raise MeshError(
-                f"mesh message has {unsupported} set",
+                f"the MeshProto has {unsupported} set",
                 why="only meshes of named dims are supported",
                 fix="make the mesh from dims and devices",
             )
@@ -244,13 +244,13 @@ def read_layout_proto(message: Any) -> LayoutFields:
     if proto.type not in (pb.LayoutProto.UNKNOWN, pb.LayoutProto.STATIC):
         known = {value.number: value.name for value in pb.LayoutProto.LayoutType.DESCRIPTOR.values}
         raise LayoutError(
-            f"layout message is of type {known.get(proto.type, proto.type)}",
+            f"the LayoutProto is of type {known.get(proto.type, proto.type)}",
             why="only static layouts are supported: each axis sharded over named mesh dims or replicated",
             fix="use Layout(sharding_specs, mesh)",
         )
     if not proto.HasField("mesh_config"):
         raise LayoutError(
-            "layout message has no mesh",
+            "the LayoutProto has no mesh",
             why="its mesh_config is not set" if proto.sharding_specs else "it is empty",
             fix="pass the message of as_proto(), or its bytes",
         )
@@ -282,7 +282,7 @@ def _import_proto_module() -> Any:
 
 
 def _parse_proto(message: Any, message_class: Any, error_class: type[LayoutError] | type[MeshError]) -> Any:
-    """Return a message, or its bytes, as an instance of this library's message class, or raise an error."""
+    """Convert a protobuf message, or the bytes of a message, to an instance of this library's message class."""
     wanted = message_class.DESCRIPTOR.name
     try:
         if isinstance(message, bytes):

@@ -1,4 +1,4 @@
-"""Derive layouts for axes that do not divide evenly, and for variables that follow another variable's layout.
+"""Derive layouts for axes that cannot be split evenly, and for variables that follow another variable's layout.
 
 A rule says what is to happen to an axis whose size is no multiple of the number of shards:
 
@@ -25,17 +25,17 @@ from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.layout import Layout
 
 Uneven = Literal["error", "replicate", "shrink", "pad"]
-"""A policy for an axis that does not divide."""
+"""A policy for an axis that cannot be split evenly."""
 
 UnevenSetting = Uneven | tuple[Uneven, ...]
-"""A policy, or several: each after `"pad"` is for variables that cannot be padded."""
+"""A policy, or a tuple of `"pad"` and the policy for variables that cannot be padded."""
 
 Axes = tuple[tuple[int, ...], ...]
-"""Parent axes that each axis of a derived variable joins, major to minor. `()`: none."""
+"""For each axis of a derived variable, the parent axes that it joins, major to minor; `()` if it joins none."""
 
 
 def validate_uneven(value: object, where: str) -> UnevenSetting:
-    """Return an `uneven` setting, with a tuple for a list, after checking it.
+    """Check an `uneven` setting and return it, with a tuple in place of a list.
 
     Raises:
         RuleError: The value is not an `uneven` setting.
@@ -46,8 +46,8 @@ def validate_uneven(value: object, where: str) -> UnevenSetting:
         if value == setting or value == [*setting]:
             return setting
     raise RuleError(
-        f"{where}: uneven={shorten_repr(value)}",
-        why="`uneven` sets what happens to an axis that does not divide evenly",
+        f"{where}: uneven={shorten_repr(value)} is not allowed",
+        why="`uneven` sets what happens to an axis that cannot be split evenly",
         fix=f"use one of {', '.join(map(repr, known))}, or ('pad', 'shrink') where not all variables can be padded",
     )
 
@@ -80,12 +80,12 @@ def _list_policies(setting: UnevenSetting) -> tuple[Uneven, ...]:
 
 
 def apply_uneven_policy(layout: Layout, shape: Sequence[int], uneven: Uneven) -> Layout:
-    """Return a rule's layout changed by an `uneven` policy for the axes that do not divide evenly.
+    """Return a rule's layout after an `uneven` policy has changed the specs of axes that cannot be split evenly.
 
     Args:
         layout: The rule's layout.
         shape: The tensor's shape. If its rank differs from that of the layout, the layout is returned unchanged.
-        uneven: What happens to an axis that does not divide evenly. `"shrink"` shards it over the subset of its mesh
+        uneven: What happens to an axis that cannot be split evenly. `"shrink"` shards it over the subset of its mesh
             dims that divides it into the most shards; of two equal subsets, the one with the more major dims.
             `"replicate"` leaves it unsharded. `"pad"` and `"error"` change nothing.
 
@@ -116,7 +116,7 @@ def _find_largest_even_subset(dims: Sequence[str], size: int, layout: Layout) ->
 
 # TensorFlow shards an axis over one mesh dim only, so plans for it keep the largest dim (decisions/0004).
 def keep_largest_dims(layout: Layout) -> Layout:
-    """Return the layout with each axis sharded only over the largest of its mesh dims, of equal ones the most major.
+    """Return the layout with each axis sharded only over its largest mesh dim, or the most major of equally large dims.
 
     An axis is unchanged if its other mesh dims have size 1, because they shard nothing.
 
@@ -153,7 +153,7 @@ def derive_layout(parent: Layout, axes: Axes) -> Layout:
 
 
 def add_sharding_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
-    """Return a layout with the first axis that divides evenly sharded over one more dim, or unchanged without one.
+    """Return a layout with one more mesh dim on the first axis that still splits evenly, or unchanged if no axis does.
 
     Args:
         layout: The layout.

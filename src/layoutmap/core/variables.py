@@ -49,7 +49,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class VariableSpec:
-    """A variable before it has a value.
+    """Describe a variable without its value: path, shape, dtype, and all other facts that determine its layout.
 
     Args:
         path: Its object path, parts joined by dots, as in `blocks.0.attn.query.kernel`.
@@ -110,17 +110,17 @@ class VariableSpec:
 
     @property
     def is_derived(self) -> bool:
-        """Whether it has a parent that is another variable. It gets the parent's layout if no rule is meant for it."""
+        """Whether the parent is a different variable. Its layout is used if no rule is meant for this variable."""
         return self.parent is not None and not self.is_packed
 
     @property
     def is_packed(self) -> bool:
-        """Whether it replaces a variable of the same path but another shape, to which the rules apply."""
+        """Whether it replaces an unpacked variable of the same path. Rules apply to that shape, `parent_shape`."""
         return self.parent == self.path
 
     @property
     def rule_shape(self) -> tuple[int, ...]:
-        """The shape for which the layouts of rules are: `parent_shape`, or the variable's shape without one."""
+        """The shape that a rule's layout must fit: `parent_shape`, or the variable's own shape if that is None."""
         return self.shape if self.parent_shape is None else self.parent_shape
 
     @property
@@ -139,7 +139,7 @@ class Assignment:
         layout: Its layout.
         match: The rules that match its path; `None` for variables without rules, such as slots and metrics.
         global_init: Why one device must compute its whole first value before it is sharded; empty if it need not.
-        is_padded: Whether axes that do not divide evenly are padded.
+        is_padded: Whether axes that cannot be split evenly are padded.
     """
 
     variable: VariableSpec
@@ -150,7 +150,7 @@ class Assignment:
 
     @cached_property
     def fits(self) -> bool:
-        """Whether the layout has the rank of the variable, and every axis divides evenly or is padded."""
+        """Whether the layout has the rank of the variable, and every axis is padded or can be split evenly."""
         shape = self.variable.shape
         return self.layout.rank == len(shape) and (self.is_padded or not self.layout.find_uneven_axes(shape))
 
@@ -187,7 +187,7 @@ class Assignment:
 
 
 def make_unique_names(names: Sequence[str]) -> list[str]:
-    """Return names that are unique, because each repeated name gets the first free number at its end.
+    """Return the names, made unique: each repetition of a name gets the first free number at its end.
 
     Example:
         >>> make_unique_names(["mlp", "mlp", "mlp_1", "mlp"])

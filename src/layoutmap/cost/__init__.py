@@ -1,4 +1,4 @@
-"""Count the cost of a training step: collectives, arithmetic, memory, and time.
+"""Compute the cost of a training step: collectives, arithmetic, memory, and time.
 
-An engine counts (`layoutmap.cost.jax`), this folder says what was counted and how long it takes on a machine.
+`layoutmap.cost.jax` and `torch_step` count operations and memory. The other modules compute the time on a machine.
 """

@@ -1,4 +1,4 @@
-"""Count variants of a plan if its step does not fit the memory, and rank them as advice."""
+"""Compute the costs of variants of a plan if its step does not fit the memory, and rank the variants as advice."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.core.paths import make_path_regex, merge_paths
+from layoutmap.core.paths import format_merged_paths, make_path_regex
 from layoutmap.cost.cost import Cost, format_duration
-from layoutmap.cost.search.options import Grid, list_activation_options
+from layoutmap.cost.search.options import MeshRoles, list_activation_options
 from layoutmap.cost.search.space import BlockStack
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.variants import PlanVariant, count_or_none, describe_change
+from layoutmap.plan.variants import PlanVariant, call_or_none, describe_change
 from layoutmap.scope.progress import ElapsedTime
 
 MOST_COUNTING_SECONDS = 20.0
-"""CPU seconds after which no variant is counted. They are the process's, so that a busy machine advises the same."""
+"""CPU seconds of this process after which no more variants are tried. Wall time would depend on other processes."""
 
 Count = Callable[[PlanVariant], Cost]
 MakeVariants = Callable[[], Iterable[PlanVariant | None]]
 
 
-# A change may save too little memory, so each one is counted before it is advised (decisions/0120).
-def count_and_rank_variants(
+# A change may save too little memory, so its cost is computed before it is advised (decisions/0120).
+def rank_variants_by_cost(
     original: PlanVariant,
     plan: PlanTable,
     peak_bytes: int,
@@ -35,14 +35,14 @@ def count_and_rank_variants(
     can_fuse: bool,
     seconds: float,
 ) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
-    """Count plan variants, and return advice, best first, and the names of the variants that were not counted.
+    """Compute costs of plan variants. Return advice, best first, and the names of variants that there was no time for.
 
     Variants that fit come first, then those with the same batch, the same devices, and less time. `original` is the
-    original plan, `seconds` the time that counting it took, and `peak_bytes` its peak memory.
+    plan, `peak_bytes` is its peak memory, and `seconds` is the time that computing its cost took.
     """
     trials, data = _VariantTrials(original, peak_bytes, count, seconds), original.guessed_batch_dim
     with ElapsedTime("counting what would fit") as show_progress:
-        # Only the best variant of each entry is advised, because its variants differ little.
+        # Variants of one entry differ little, so only the best of them is advised.
         makers: dict[str, MakeVariants] = {
             "a fused kernel for attention": lambda: [replace(original, fuse_attention=True)] * can_fuse,
             "recomputing activations": lambda: [replace(original, remat="blocks")] * can_recompute,
@@ -56,12 +56,12 @@ def count_and_rank_variants(
         for name, make_variants in makers.items():
             trials.add_best_variant(name, make_variants, show_progress)
         if not trials.has_fitting_variant():
-            trials.count_combined_variant(show_progress)
+            trials.try_combined_variant(show_progress)
     return trials.list_advice(), tuple(trials.untried)
 
 
 class _VariantTrials:
-    """Plan variants that were counted within a time limit, with their costs."""
+    """Plan variants whose costs were computed within a time limit, with these costs."""
 
     def __init__(self, original: PlanVariant, peak_bytes: int, count: Count, seconds: float):
         self._original, self._peak_bytes, self._count = original, peak_bytes, count
@@ -72,34 +72,36 @@ class _VariantTrials:
     def add_best_variant(
         self, name: str, make_variants: MakeVariants, show_progress: Callable[[], object]
     ) -> None:
-        """Count similar variants and store the best of them, or store their `name` in `untried` without time left."""
-        made = count_or_none(lambda: list(make_variants())) or ()
+        """Store the cheapest of similar variants. If no time is left, add their `name` to `untried` instead."""
+        made = call_or_none(lambda: list(make_variants())) or ()
         known = [variant for variant in made if variant is not None]
         if known and not self._has_time_left():
             self.untried.append(name)
             return
-        counted = [(variant, self._count_within_time(variant, show_progress)) for variant in known]
+        counted = [(variant, self._compute_cost_within_time(variant, show_progress)) for variant in known]
         found = [(variant, cost) for variant, cost in counted if cost is not None]
         self._found += [min(found, key=self._make_sort_key)] if found else []
 
     def _has_time_left(self) -> bool:
         return time.process_time() + self._longest <= self._end
 
-    def _count_within_time(self, variant: PlanVariant, show_progress: Callable[[], object]) -> Cost | None:
+    def _compute_cost_within_time(
+        self, variant: PlanVariant, show_progress: Callable[[], object]
+    ) -> Cost | None:
         if not self._has_time_left():
             return None
         show_progress()
         begin = time.process_time()
-        cost = count_or_none(lambda: self._count(variant))
+        cost = call_or_none(lambda: self._count(variant))
         self._longest = max(self._longest, time.process_time() - begin)
         return cost
 
     def has_fitting_variant(self) -> bool:
-        """Return whether one of the counted variants fits."""
+        """Return whether one of the stored variants fits the memory."""
         return any(cost.fits for _, cost in self._found)
 
-    def count_combined_variant(self, show_progress: Callable[[], object]) -> None:
-        """Count one variant with all changes that save memory. Halve its batch until it fits or saves no more."""
+    def try_combined_variant(self, show_progress: Callable[[], object]) -> None:
+        """Try a variant with all changes that save memory. Halve its batch until it fits or saves no more memory."""
         found, together = sorted(self._found, key=self._make_sort_key), self._original
         for variant, cost in found:
             is_same = variant.mesh == self._original.mesh and variant.inputs == self._original.inputs
@@ -112,7 +114,7 @@ class _VariantTrials:
         )
         while variant is not None:
             if variant not in known:
-                cost = self._count_within_time(variant, show_progress)
+                cost = self._compute_cost_within_time(variant, show_progress)
                 if cost is None or cost.step.peak_bytes >= last:
                     return
                 self._found, last = [*found, (variant, cost)], cost.step.peak_bytes
@@ -121,7 +123,7 @@ class _VariantTrials:
             variant = variant.halve_batch()
 
     def list_advice(self) -> tuple[Advice, ...]:
-        """Return the advice, best first."""
+        """Return the advice for the stored variants, best first."""
         return tuple(
             Advice(
                 *describe_change(self._original, variant),
@@ -138,22 +140,24 @@ class _VariantTrials:
 
 
 def _vary_batch_dim(original: PlanVariant) -> Iterator[PlanVariant]:
-    """Yield plan variants that shard the batch over one mesh dim."""
+    """Yield plan variants that shard the batch over one mesh dim, if the batch has a multiple of its size."""
     for dim in original.mesh.mesh_dims:
         if dim.size > 1 and original.batch_size % dim.size == 0:
             yield replace(original, batch_dim=dim.name)
 
 
 def _vary_activation_rules(original: PlanVariant, stacks: Sequence[BlockStack]) -> Iterator[PlanVariant]:
-    """Yield plan variants with other layouts of the outputs of blocks."""
-    names = " and ".join(merge_paths(each.paths) for each in stacks)
+    """Yield plan variants that lay out the outputs of blocks differently."""
+    names = " and ".join(format_merged_paths(each.paths) for each in stacks)
     others = [
         dim.name for dim in original.mesh.mesh_dims if dim.size > 1 and dim.name != original.guessed_batch_dim
     ]
-    grids = [Grid(original.mesh, original.guessed_batch_dim, other) for other in others or [None]]
+    all_mesh_roles = [
+        MeshRoles(original.mesh, original.guessed_batch_dim, other) for other in others or [None]
+    ]
     shapes = dict.fromkeys(each.shape for each in stacks)
     for specs in {
-        s: None for shape in shapes for grid in grids for s in list_activation_options(shape, grid)
+        s: None for shape in shapes for roles in all_mesh_roles for s in list_activation_options(shape, roles)
     }:
         rules: dict[str, Any] = {}
         for each in stacks:

@@ -1,4 +1,4 @@
-"""Compute the time and memory of a counted training step on a machine."""
+"""Compute the time of a training step on a machine from its operations, collectives, and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from layoutmap.core.paths import merge_paths, replace_numbers, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, replace_numbers, split_at_numbers
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.text_table import format_bytes, format_html_table, format_table
 from layoutmap.cost.machine import DeviceGroup, Machine
@@ -27,7 +27,7 @@ _MOST_ROWS = 12
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """Part of a step's time."""
+    """Part of the time of a step, such as computing or waiting for collectives."""
 
     label: str  # such as "waiting for weights over data"
     seconds: float
@@ -37,7 +37,7 @@ class TimePart:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """Row of the table of collectives. It merges equal collectives of repeated blocks."""
+    """Row of the table of collectives. Equal collectives of repeated blocks share a row."""
 
     first: Collective  # the first of the merged collectives
     cause: str  # paths of the weights or layers that cause them, merged into one text
@@ -66,7 +66,7 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True, repr=False)
-# Nobody measured these machines, so time is a roofline of peak figures with known sources (decisions/0092).
+# Nobody measured these machines, so times are computed from their published peak speeds (decisions/0092).
 class Cost:
     """Cost of a training step on a machine. When printed, it shows the collectives and the parts of the time."""
 
@@ -75,11 +75,11 @@ class Cost:
     # paths of the weights, with stars for numbers; collectives with another cause exchange activations
     weights: frozenset[str] = field(default=frozenset(), compare=False)
     batch_dim: BatchDim | None = None  # mesh dim that shards batches; None: batches are replicated
-    # figures of XLA's compiler; None if nothing was compiled, or if the plan was read from a file
+    # sizes that XLA's compiler reports; None if nothing was compiled, or if the plan was read from a file
     verified: Verified | None = field(default=None, compare=False)
-    # plan variants that were counted because the step does not fit the memory, best first
+    # plan variants that were tried because the step does not fit the memory, best first
     tried: tuple[Advice, ...] = field(default=(), compare=False)
-    untried: tuple[str, ...] = field(default=(), compare=False)  # variants not counted for lack of time
+    untried: tuple[str, ...] = field(default=(), compare=False)  # variants for which no time was left
 
     def __post_init__(self):
         object.__setattr__(self, "step", self.step.on(self.machine.device.memory_bytes))
@@ -100,11 +100,11 @@ class Cost:
 
     @property
     def device_seconds(self) -> float:
-        """Seconds that a device needs for a step without its collectives. Computing and memory access overlap."""
+        """Seconds of a step without collectives: of computing or of memory access, whichever takes longer."""
         return max(self.flops_seconds, self.memory_seconds)
 
     def sum_call_seconds(self, collective: Collective) -> float:
-        """Return the seconds that all calls of a collective take in a step."""
+        """Return the seconds that all calls of a collective in a step take together."""
         group = self._groups_by_dims[collective.dims, collective.group]
         return collective.calls * self.machine.estimate_seconds(
             collective.kind, collective.tensor_bytes, group
@@ -127,17 +127,17 @@ class Cost:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, where the collectives of weights overlap with computing."""
+        """Seconds of a step, if collectives of weights overlap with computing and those of activations do not."""
         return max(self.device_seconds, self.weight_collective_seconds) + self.activation_collective_seconds
 
     @property
     def serial_seconds(self) -> float:
-        """Seconds of a step without overlap."""
+        """Seconds of a step if no collective overlaps with computing."""
         return self.device_seconds + self.weight_collective_seconds + self.activation_collective_seconds
 
     @cached_property
     def time_parts(self) -> tuple[TimePart, ...]:
-        """Parts of a step's time, with `step_seconds` as their sum: computing, memory, and the waits, longest first."""
+        """Parts that add up to `step_seconds`: computing, memory, and waits for collectives, the longest first."""
         computing, memory = self.flops_seconds, self.memory_seconds
         waits: list[TimePart] = []
         for overlaps, kind in ((True, "weights"), (False, "activations")):
@@ -145,7 +145,7 @@ class Cost:
             for c in self.step.collectives:
                 if self.is_overlapped(c) is overlaps:
                     by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.sum_call_seconds(c)
-            # Computing hides a part of the time of the weights' collectives, so reduce each wait in proportion.
+            # Collectives of weights run while the device computes, so only a share of their time is a wait.
             hidden = (
                 min(1.0, self.device_seconds / (self.weight_collective_seconds or 1.0)) if overlaps else 0.0
             )
@@ -164,7 +164,7 @@ class Cost:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes on a device at the peak besides the step's arguments: activations, gradients, and gathered weights."""
+        """Bytes on a device at the peak without the step's arguments: activations, gradients, gathered weights."""
         return max(0, self.step.peak_bytes - self.step.argument_bytes)
 
     @property
@@ -179,11 +179,11 @@ class Cost:
 
     @property
     def held(self) -> tuple[PeakTensors, ...]:
-        """Tensors on a device at the peak of a step, without the step's arguments."""
+        """Tensors that a device stores at the peak of a step, without the arguments of the step."""
         return self.step.held
 
     def mark_weight_collectives(self, paths: frozenset[str]) -> Cost:
-        """Return this cost with `paths` as the weights. Their collectives overlap with computing."""
+        """Return this cost with `paths` as the weights, so that their collectives overlap with computing."""
         return replace(self, weights=paths)
 
     def on_memory(self, num_bytes: int) -> Cost:
@@ -208,7 +208,7 @@ class Cost:
 
     @property
     def networks(self) -> dict[str, str]:
-        """Map from each mesh dim, without dims of size 1, to the text that names its networks."""
+        """Networks over which each mesh dim communicates, as text by dim. Dims of size 1 are left out."""
         mesh, machine = self.step.mesh, self.machine
         return {
             dim.name: machine.network_text(machine.group(mesh, [dim.name]))
@@ -218,7 +218,7 @@ class Cost:
 
     @cached_property
     def collective_rows(self) -> tuple[CollectiveRow, ...]:
-        """Table rows of the collectives, the slowest first. Those of repeated blocks share a row."""
+        """Table rows of the collectives, the slowest first. Equal collectives of repeated blocks share a row."""
         return self._merge_into_rows(self.step.collectives)
 
     def _merge_into_rows(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
@@ -229,7 +229,7 @@ class Cost:
         rows = [
             CollectiveRow(
                 group[0],
-                merge_paths(list(dict.fromkeys(c.cause for c in group))),
+                format_merged_paths(list(dict.fromkeys(c.cause for c in group))),
                 sum(c.calls for c in group),
                 sum(c.count_sent_bytes(self.step.mesh) for c in group),
                 sum(map(self.sum_call_seconds, group)),
@@ -248,7 +248,7 @@ class Cost:
         return found
 
     def describe_collectives(self, paths: Iterable[str]) -> list[str]:
-        """Return a sentence for each collective that the variables or layers at `paths` cause."""
+        """Return a sentence for each collective that is caused by a variable or layer at one of `paths`."""
         causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers(path)))
         return [
             row.sentence
@@ -261,20 +261,20 @@ class Cost:
 
     @property
     def line(self) -> str:
-        """Summary of the cost in one line: time, machine, peak memory, and the source of the figures."""
+        """Summary of the cost in one line: time, machine, peak memory, and how the cost is known."""
         sizes = f"{format_bytes(self.step.peak_bytes)} of {format_bytes(self.machine.device.memory_bytes)}"
         seconds = format_duration(self.step_seconds)
         return f"{seconds} a step on {self.machine}; {sizes} per device at the peak ({self.known_by})"
 
     @property
     def known_by(self) -> str:
-        """Source of the figures: an estimate, XLA's partitioner, or XLA's compiler."""
+        """How the cost is known: from an estimate, XLA's partitioner, or XLA's compiler."""
         beside = f", beside what XLA compiles for {self.verified.target}" if self.verified else ""
         return f"{self.step.known_by}{beside}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Assumptions behind the time and the counts, in sentences."""
+        """Assumptions on which the time and the counts are based, in sentences."""
         device = self.machine.device
         slowest = min(device.flops, key=lambda dtype: device.flops[dtype])
         unknown = [dtype for dtype in self.step.flops if dtype not in device.flops]
@@ -287,7 +287,7 @@ class Cost:
 
     @property
     def count_sentences(self) -> tuple[str, str]:
-        """FLOPs, sent bytes, memory traffic, and peak memory of each device, in two sentences."""
+        """Two sentences on each device: its FLOPs and traffic, and its memory."""
         step = self.step
         flops = ", ".join(f"{format_count(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
         sent, moved = format_bytes(step.sent_bytes), format_bytes(step.traffic_bytes)
@@ -365,7 +365,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a large number as text before its unit, such as `197 T`.
+    """Return a large number with a decimal prefix, such as `197 T`, to write before a unit.
 
     Example:
         >>> format_count(1.97e14) + "FLOP"

@@ -11,15 +11,15 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.json import make_cost_fields, read_cost_fields
 from layoutmap.cost.lint import COST_CHECKS
-from layoutmap.cost.plan_cost import count_and_add_cost, make_cost_request
+from layoutmap.cost.plan_cost import add_step_cost, make_cost_request
 from layoutmap.plan.lint.weights import LintedPlan
 from layoutmap.plan.problems import Problem
 
 __all__ = [
-    "count_and_add_cost",
+    "add_step_cost",
     "explain_step",
     "find_cost_problems",
-    "format_figures",
+    "format_costs_by_name",
     "make_json_fields",
     "make_page_fields",
     "read_cost",
@@ -28,12 +28,12 @@ __all__ = [
 
 
 def explain_step(*args: Any) -> object:
-    """Call `layoutmap.cost.jax.explained_step.explain_step`, imported late because it imports JAX."""
+    """Call `layoutmap.cost.jax.explained_step.explain_step`. It is imported only here, because it imports JAX."""
     return import_module("layoutmap.cost.jax.explained_step").explain_step(*args)
 
 
 def find_cost_problems(linted: LintedPlan) -> Iterator[Problem]:
-    """Yield problems for the collectives of a plan's step that a better layout avoids."""
+    """Yield problems for collectives that a better layout would avoid, or none if the batch dim is unknown."""
     cost = linted.plan.cost
     assert isinstance(cost, Cost)
     for check in COST_CHECKS if linted.batch_dim is not None else ():
@@ -41,18 +41,18 @@ def find_cost_problems(linted: LintedPlan) -> Iterator[Problem]:
 
 
 def read_cost(data: dict[str, Any], rows: list[Any], mesh: Mesh) -> Cost:
-    """Return the cost in a plan's file, from its object `data` and the rows of its collectives."""
+    """Return the cost in a plan's file, from its object of cost fields and its rows of collectives."""
     step, machine, batch_dim, tried, untried = read_cost_fields(data, rows, mesh)
     return Cost(step, machine, batch_dim=batch_dim, tried=tried, untried=untried)
 
 
 def make_json_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
-    """Return a cost as a plan's file stores it: one row per collective, and an object of all other fields."""
+    """Return a cost as a plan's file stores it: rows of collectives, and an object with all other fields."""
     return make_cost_fields(cost.step, cost.machine, cost.batch_dim, cost.tried, cost.untried)
 
 
-def format_figures(cost: Cost) -> dict[str, str]:
-    """Return a cost's figures as texts, by the figure's name. `Plan.diff` compares these texts."""
+def format_costs_by_name(cost: Cost) -> dict[str, str]:
+    """Return the times and sizes of a cost as texts, by name. `Plan.diff` compares these texts."""
     sent: dict[str, list[float]] = {}
     for c in cost.step.collectives:
         reason = "weights" if cost.is_overlapped(c) else "activations"

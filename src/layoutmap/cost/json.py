@@ -1,4 +1,4 @@
-"""Write and read the cost of a step in a plan's JSON, with the figures of the machine.
+"""Write and read the cost of a step in a plan's JSON, with the speeds and sizes of the machine.
 
     "cost": {"flops": {"bfloat16": 25000000}, "traffic_bytes": 9000, "argument_bytes": 800, "peak_bytes": 1200,
              "machine": {"name": "h100", "devices": 64, ...}},
@@ -6,8 +6,8 @@
      ["all_gather", ["data"], 2, 4096, "blocks.0.up.kernel", "forward"]
     ]
 
-Times follow from the counts and the machine, so they are not stored. The machine's figures are stored, because another
-release of layoutmap, or the user's own file of machines, may have other figures under the same name.
+Times follow from the counts and the machine, so they are not stored. The machine's speeds are stored, because they may
+have changed under the same name in a different release of layoutmap, or in the user's own file of machines.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from layoutmap.cost.table import (
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.json_fields import (
     Count,
-    Figure,
     Number,
     PlanObject,
     PlanRow,
+    PositiveFloat,
     convert_json,
     convert_json_values,
     make_file_error,
@@ -52,7 +52,7 @@ def make_cost_fields(
     tried: Sequence[Advice],
     untried: Sequence[str],
 ) -> tuple[Iterator[list[Any]], dict[str, Any]]:
-    """Return a cost as a plan's file stores it: a row for each collective, and an object of all other fields."""
+    """Return a cost as a plan's file stores it: rows of collectives, and an object with all other fields."""
     written: dict[str, Any] = {"flops": dict(step.flops), **{name: getattr(step, name) for name in _COUNTS}}
     if 0 < step.least_peak_bytes < step.peak_bytes:
         written["least_peak_bytes"] = step.least_peak_bytes
@@ -89,7 +89,7 @@ class _Collective(PlanRow):
 
 class _Network(PlanObject):
     name: str
-    bandwidth: Figure
+    bandwidth: PositiveFloat
     ring_from: Number = 0
 
 
@@ -97,7 +97,7 @@ class _Machine(PlanObject):
     name: str
     about: str
     memory_bytes: Number
-    memory_bandwidth: Figure
+    memory_bandwidth: PositiveFloat
     flops: dict[str, Any]
     fast: _Network
     slow: _Network
@@ -124,7 +124,7 @@ class _Cost(PlanObject):
 def read_cost_fields(
     data: dict[str, Any], rows: list[Any], mesh: Mesh
 ) -> tuple[StepCost, Machine, BatchDim | None, tuple[Advice, ...], tuple[str, ...]]:
-    """Return the arguments of `make_cost_fields` from an object and the rows of collectives in a plan's file."""
+    """Return the arguments of `make_cost_fields`, read from a plan's cost object and its rows of collectives."""
     collectives = [convert_json(row, _Collective, f"collectives[{i}]") for i, row in enumerate(rows)]
     for i, row in enumerate(collectives):
         for dim in row.dims:
@@ -156,7 +156,7 @@ def _check_dim_exists(dim: str, field: str, mesh: Mesh) -> None:
 
 
 def _read_machine(item: _Machine) -> Machine:
-    flops = convert_json_values(item.flops, Figure, "cost.machine.flops")
+    flops = convert_json_values(item.flops, PositiveFloat, "cost.machine.flops")
     if not flops:
         raise make_file_error(
             "cost.machine.flops lists no element type",

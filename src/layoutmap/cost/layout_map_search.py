@@ -14,7 +14,7 @@ from typing import Any, Literal
 from layoutmap.core.arguments import as_int, describe_type
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, shorten_repr
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
-from layoutmap.core.paths import merge_paths, replace_numbers
+from layoutmap.core.paths import format_merged_paths, replace_numbers
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.cost.cost import Cost, format_duration
@@ -22,18 +22,18 @@ from layoutmap.cost.lower_step import LoweredStep, lower_step
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import resolve_machine
 from layoutmap.cost.plan_cost import choose_counting_target, choose_verify_target
-from layoutmap.cost.search.experts import ExpertMap, iterate_expert_maps, make_expert_map_from_rules
-from layoutmap.cost.search.figure_cache import SearchCache
+from layoutmap.cost.search.built_in_maps import BuiltInMap, iterate_built_in_maps, make_built_in_map
 from layoutmap.cost.search.finalists import choose_best_compiled, choose_first_fitting, search_near_compiled
-from layoutmap.cost.search.loop import Candidate, EvaluateFn, SearchOutcome, StepFigures, search_maps
-from layoutmap.cost.search.options import Grid, list_grids, make_grid
+from layoutmap.cost.search.loop import Candidate, EvaluateFn, MapCost, SearchOutcome, search_maps
+from layoutmap.cost.search.options import MeshRoles, assign_dim_roles, list_search_meshes
 from layoutmap.cost.search.result_table import (
     RESULT_HEAD,
     RIGHT_ALIGNED,
-    compare_with_best_expert,
+    compare_with_best_built_in_map,
     explain_recomputing,
     make_result_rows,
 )
+from layoutmap.cost.search.search_cache import SearchCache
 from layoutmap.cost.search.space import SearchedModel, find_block_stacks
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
@@ -48,15 +48,16 @@ _NAMES_OF_BATCH = ("data", "batch", "dp", "fsdp")
 
 
 class SearchResult:
-    """Result of `search`. When printed, it shows the rules and compares them with maps that a human expert would try.
+    """Result of `search`. When printed, it shows the rules, and a table that compares the map with built-in maps.
 
     Attributes:
         layout_map: The rules. `to_yaml` writes them to a file.
         batch_dim: Mesh dim over which batches are sharded, for `scope(batch_dim=..)`; `None`: they are not sharded.
         plan: Plan of the map, with `plan.cost`.
-        verdict: Comparison with the best expert map that fits, in a sentence.
-        rows: The result and the expert maps: name, mesh, time of a step, memory, and why one cannot be used.
-        num_tried: Number of different maps whose cost was counted. A map that is counted again with recomputed
+        verdict: Sentence that compares the result with the best built-in map that fits.
+        rows: Rows for the result and the built-in maps: name, mesh, time of a step, memory, and why the map cannot be
+            used.
+        num_tried: Number of different maps whose cost was computed. A map that was also tried with recomputed
             activations, or compiled, counts once.
         is_complete: Whether the search finished; `False`: it was interrupted.
         recompute: Layers whose activations must be recomputed in the backward pass so that the map fits or is as fast,
@@ -78,7 +79,7 @@ class SearchResult:
         self.layout_map.update(best)
         self.batch_dim = batch_dim
         self.plan = plan
-        self.verdict = compare_with_best_expert(outcome)
+        self.verdict = compare_with_best_built_in_map(outcome)
         self.rows = make_result_rows(outcome)
         self.num_tried = outcome.num_tried
         self.is_complete = outcome.is_complete
@@ -151,11 +152,11 @@ def search(
     progress: bool | None = None,
     library: str | None = None,
 ) -> SearchResult:
-    """Find the fastest layout map of a model for a machine, among maps that fit its memory.
+    """Find the layout map with the fastest training step of a model on a machine, among maps that fit its memory.
 
-    Each map is counted as in `lower_step(..).count`. No array is allocated and no device is needed. The search starts
-    with the maps that an expert would try: data parallel, fully sharded, Megatron's tensor parallelism, both, and the
-    preset of the model's family. An interrupt (Ctrl-C) ends the search with the best map so far.
+    The cost of each map is computed as in `lower_step(..).count`. No array is allocated and no device is needed. The
+    search starts with built-in maps: data parallel, fully sharded, Megatron's tensor parallelism, both, and the preset
+    of the model's family. An interrupt (Ctrl-C) ends the search with the best map so far.
 
     Args:
         make_model: Function that creates and returns the model.
@@ -164,19 +165,18 @@ def search(
         on: Machine, as in `"h100:64"`; see `layoutmap.cost.machines`.
         optimizer: See `lower_step`.
         loss: See `lower_step`.
-        memory: Memory of a device in bytes; `None`: that of the machine. A map fits if its counted memory and 20 % of
-            it are at most this.
+        memory: Memory of a device in bytes; `None`: that of the machine. A map fits if its step needs at most this.
         mesh: The mesh; `None`: that of `start`, or else the search also chooses a shape, with the dims data and model.
         batch_dim: Mesh dim over which batches are sharded; `None`: a dim named data, batch, dp, or fsdp.
-        start: Rules to start from, which are compared like an expert map.
+        start: Rules to start from, which are also compared with the result.
         keep: Patterns of rules of `start`, for variables or activations, that every map must contain.
-        tries: Largest number of maps to count, and as many again with recomputed activations.
+        tries: Largest number of maps to try, and as many again with recomputed activations.
         seed: Seed for the order in which layouts are tried. The same arguments give the same map.
-        cache: File that stores the figures with a fingerprint of the step, so that a repeated search is quick.
+        cache: File that stores the costs with a fingerprint of the step, so that a repeated search is quick.
         verify: Whether XLA compiles the whole step with the result for the machine, which need not exist. If the step
             does not fit the memory, the next best map is compiled. This takes seconds to minutes and needs JAX's plugin
-            for the devices. A name, as for `plan`, is another device to compile for. An interrupt keeps the counted
-            result. `None`: if the compiler for the GPUs of `on` is installed, XLA compiles the best and the expert
+            for the devices. A name, as for `plan`, is another device to compile for. An interrupt keeps the estimated
+            result. `None`: if the compiler for the GPUs of `on` is installed, XLA compiles the best and the built-in
             maps with two and three of equal blocks, to compare them. `False`: nothing is compiled.
         remat: Layers whose activations are recomputed in the backward pass, see `lower_step`. `None`: those that the
             model's code recomputes, and also repeated layers if nothing else fits or if that is faster. The result then
@@ -187,7 +187,7 @@ def search(
         library: See `plan`.
 
     Raises:
-        PlanError: No counted map fits the memory. The message names the nearest one and the missing memory.
+        PlanError: No map that was tried fits the memory. The message names the nearest one and the missing memory.
         LayoutMapError: The machine is unknown, or its number of devices differs from the mesh's.
         RuleError: `start` does not have a rule in `keep`.
         ScopeError: The model cannot be traced, or its library does not run on JAX.
@@ -204,8 +204,8 @@ def search(
     """
     if (as_int(tries) or 0) < 1:
         raise ScopeError(
-            f"search: tries={shorten_repr(tries)} is not a number of maps",
-            why="tries is the largest number of maps to count",
+            f"search: tries={shorten_repr(tries)} is not a positive whole number",
+            why="the search computes the cost of at most `tries` layout maps",
             fix="pass a whole number of 1 or more, as in tries=32",
         )
     if inputs is None:
@@ -241,14 +241,14 @@ def search(
     batch = lowered.step.batch[0].shape[0] if lowered.step.batch and lowered.step.batch[0].shape else None
     widest = min(machine.device.node_size, _WIDEST)
     meshes = (
-        (_make_grid_of_mesh(given, batch_dim, start),)
+        (_choose_dim_roles(given, batch_dim, start),)
         if given
-        else list_grids(machine.num_devices, batch, widest)
+        else list_search_meshes(machine.num_devices, batch, widest)
     )
     if not meshes:
         raise _make_uneven_batch_error(machine, batch, widest)
-    evaluate = _MapEvaluator(lowered, machine, {grid.mesh: grid.batch_dim for grid in meshes})
-    evaluate(RuleSet(meshes[0].mesh, rest="replicated"))  # trace once, to know layer outputs
+    evaluate = _MapEvaluator(lowered, machine, {roles.mesh: roles.batch_dim for roles in meshes})
+    evaluate(RuleSet(meshes[0].mesh, rest="replicated"))  # trace once, which finds the outputs of layers
     model = SearchedModel(
         tuple(lowered.step.variables), find_block_stacks(lowered.outputs, lowered.step.variables), kept_rules
     )
@@ -258,7 +258,8 @@ def search(
         else None
     )
     recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
-    over = sorted({str(grid.batch_dim) for grid in meshes})  # rules lack the batch dim
+    # Layout maps do not have the batch dim, so add it to the key of the cache.
+    over = sorted({str(roles.batch_dim) for roles in meshes})
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
     def wrap_with_cache(evaluator: EvaluateFn, suffix: str = "") -> EvaluateFn:
@@ -268,7 +269,7 @@ def search(
         try:
             outcome = search_maps(
                 model,
-                _list_expert_maps(model, meshes, start, kept_rules),
+                _list_built_in_maps(model, meshes, start, kept_rules),
                 wrap_with_cache(evaluate),
                 max_bytes=limit,
                 max_maps=tries,
@@ -290,7 +291,7 @@ def search(
             evaluator = get_evaluator(candidate)
             suffix = f"{' remat' * candidate.recomputes} {for_gpu} {version('jaxlib')}"
             return wrap_with_cache(
-                lambda rules: evaluator.compute_figures(evaluator.count_step(rules, for_gpu, shown_as)),
+                lambda rules: evaluator.summarize_cost(evaluator.compute_step_cost(rules, for_gpu, shown_as)),
                 suffix,
             )
 
@@ -300,8 +301,8 @@ def search(
             )
 
             def search_near(first: Candidate) -> SearchOutcome:
-                grid = next(grid for grid in meshes if grid.mesh == first.layout_map.mesh)
-                start = make_expert_map_from_rules("start", model, grid, first.layout_map)
+                roles = next(roles for roles in meshes if roles.mesh == first.layout_map.mesh)
+                start = make_built_in_map("start", model, roles, first.layout_map)
                 max_maps = min(_COMPILED, tries)
                 evaluate = make_compiled_evaluator(first)
                 return search_maps(model, [start], evaluate, max_bytes=limit, max_maps=max_maps, seed=seed)
@@ -315,18 +316,20 @@ def search(
             outcome, lambda tried: get_evaluator(tried).verify_candidate(tried, target, shown_as), limit
         )
     best = outcome.best
-    layers = " and ".join(merge_paths(blocks.paths) for blocks in model.blocks)
+    layers = " and ".join(format_merged_paths(blocks.paths) for blocks in model.blocks)
     recompute = explain_recomputing(outcome, layers, lowered.step.how_to_recompute)
     counted_for = for_gpu if best.compiled_bytes is not None else None
     try:
         plan = get_evaluator(best).make_plan(best.layout_map, compiled, counted_for, shown_as)
-    except KeyboardInterrupt:  # a second Ctrl-C discards the result
+    except KeyboardInterrupt:  # keep the best map, so plan it again; a second Ctrl-C ends the search
         outcome = replace(outcome, is_complete=False)
         plan = get_evaluator(best).make_plan(best.layout_map, compiled, counted_for, shown_as)
     return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)
 
 
-_COMPILED = 8  # number of maps near the best one to compile if the counts ranked them differently
+_COMPILED = (
+    8  # number of maps near the best compiled one to compile if estimates had ranked a different map first
+)
 _WIDEST = 32
 """Largest model dim that is tried, even if more devices share the machine's fast network."""
 
@@ -343,19 +346,19 @@ def _choose_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
         raise MeshError(
             "search: mesh differs from the mesh of start",
             facts={"mesh": str(found), "start": str(start.mesh)},
-            why="the rules of start belong to their own mesh",
-            fix="leave mesh out, or read the rules for it: LayoutMap.from_yaml(text, mesh)",
+            why="the rules of start are for their own mesh",
+            fix="leave mesh out, or read the rules for this mesh: LayoutMap.from_yaml(text, mesh)",
         )
     return found if found is not None else start.mesh if start is not None else None
 
 
-def _make_grid_of_mesh(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | None) -> Grid:
-    """Return a mesh with the roles of its dims. Without `batch_dim`, the rules of `start` or a usual name tell it."""
+def _choose_dim_roles(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | None) -> MeshRoles:
+    """Return a mesh with its dims' roles. Without `batch_dim`, activation rules or a usual name tell the batch dim."""
     check_dims_in_mesh("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
     outputs = list(start.activations.values()) if start is not None else []
     sharded = [dim for layout in outputs if layout.rank for dim in layout.list_mesh_dims(0)]
     named = [dim for dim in _NAMES_OF_BATCH if dim in mesh]
-    return make_grid(mesh, batch_dim or next(iter([*sharded, *named]), None))
+    return assign_dim_roles(mesh, batch_dim or next(iter([*sharded, *named]), None))
 
 
 def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> RuleSet | None:
@@ -382,16 +385,16 @@ def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | 
     return made
 
 
-def _list_expert_maps(
-    model: SearchedModel, meshes: Iterable[Grid], start: RuleSet | None, kept_rules: RuleSet | None
-) -> list[ExpertMap]:
-    found: list[ExpertMap] = []
-    for grid in meshes:
-        can_use_preset = kept_rules is None and grid.model_dim is not None
+def _list_built_in_maps(
+    model: SearchedModel, meshes: Iterable[MeshRoles], start: RuleSet | None, kept_rules: RuleSet | None
+) -> list[BuiltInMap]:
+    found: list[BuiltInMap] = []
+    for roles in meshes:
+        can_use_preset = kept_rules is None and roles.model_dim is not None
         preset = find_matching_preset([group.paths[0] for group in model.groups]) if can_use_preset else None
-        found += iterate_expert_maps(model, grid, preset)
+        found += iterate_built_in_maps(model, roles, preset)
         if start is not None:
-            found.append(make_expert_map_from_rules("start", model, grid, start))
+            found.append(make_built_in_map("start", model, roles, start))
     return found
 
 
@@ -399,64 +402,62 @@ def _make_uneven_batch_error(machine: Machine, batch: int | None, widest: int) -
     return PlanError(
         f"search: a batch of {batch} cannot be sharded evenly on {machine}",
         facts={"devices": machine.num_devices, "largest model dim": widest},
-        why="each mesh in the search shards the batch over all devices that do not share a layer",
+        why="each mesh in the search shards the batch over all devices that do not shard layers",
         fix=f"use a batch that is a multiple of {machine.num_devices // widest or 1}, or pass mesh='data=..,model=..'",
     )
 
 
 class _MapEvaluator:
-    """Function that evaluates layout maps by the cost of a step on one machine."""
+    """Function that returns the cost of a step with a layout map on one machine."""
 
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, BatchDim | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
-        self._weights = frozenset(map(replace_numbers, paths))  # the form that a plan's cost uses
+        self._weights = frozenset(map(replace_numbers, paths))  # without numbers, as `Cost` compares paths
 
     def find_batch_dim(self, layout_map: RuleSet) -> BatchDim | None:
-        """Return the dim that shards batches on the mesh of a layout map, or None."""
+        """Return the dim that shards batches on the mesh of a layout map, or None if batches are replicated."""
         assert layout_map.mesh is not None
         return self.batch_dims[layout_map.mesh]
 
     def verify_candidate(self, candidate: Candidate, target: str, progress: ProgressMode) -> Verified:
-        """Count the step with a candidate's map, compile it for `target`, and return both for comparison."""
+        """Compile the step with a candidate's map for `target`, and return XLA's sizes and the estimated cost."""
         found, batch_dim = candidate.layout_map, self.find_batch_dim(candidate.layout_map)
         return self._lowered.verify(found, batch_dim=batch_dim, target=target, progress=progress)
 
     def make_plan(
         self, layout_map: RuleSet, verified: Verified | None, target: str | None, progress: ProgressMode
     ) -> Plan:
-        """Return the plan of a layout map with the cost of a step, counted by `target`'s compiler if it is not None."""
+        """Return the plan of a layout map with the cost of a step, estimated or from the compiler for `target`."""
         plan, batch_dim = self._lowered.plan(layout_map), self.find_batch_dim(layout_map)
-        counted = self.count_step(layout_map, target, progress)
+        counted = self.compute_step_cost(layout_map, target, progress)
         return plan.add_cost(Cost(counted, self._machine, batch_dim=batch_dim, verified=verified))
 
-    def count_step(
+    def compute_step_cost(
         self, layout_map: RuleSet, target: str | None = None, progress: ProgressMode = None
     ) -> StepCost:
-        """Return the cost of a step with a layout map, counted by `target`'s compiler if it is not None."""
+        """Return the cost of a step with a layout map, estimated or from the compiler for `target`."""
         batch_dim = self.find_batch_dim(layout_map)
         return self._lowered.count(layout_map, batch_dim=batch_dim, target=target, progress=progress)
 
-    def __call__(self, layout_map: RuleSet) -> StepFigures:
-        return self.compute_figures(self.count_step(layout_map))
+    def __call__(self, layout_map: RuleSet) -> MapCost:
+        return self.summarize_cost(self.compute_step_cost(layout_map))
 
-    def compute_figures(self, counted: StepCost) -> StepFigures:
-        """Return the figures by which a search compares the costs of steps."""
+    def summarize_cost(self, counted: StepCost) -> MapCost:
+        """Return the time and memory of a step on the machine, by which a search compares maps."""
         cost = Cost(counted, self._machine, self._weights)
-        return StepFigures(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
+        return MapCost(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
 
 class _SearchProgress(ProgressLine):
-    """Progress line that shows the number of tried maps and the figures of the best one."""
+    """Progress line with the number of tried maps, and the cost of the best map so far."""
 
     def __call__(self, num_tried: int, best: Candidate) -> None:
         if not self._is_update_due():
             return
-        figures = best.figures
-        said = (
-            f"{format_duration(figures.seconds)}, {format_bytes(figures.peak_bytes)}" if figures else "none"
-        )
-        lacks = f", lacks {format_bytes(best.missing_bytes)}" if figures and best.missing_bytes else ""
+        cost = best.cost
+        said = f"{format_duration(cost.seconds)}, {format_bytes(cost.peak_bytes)}" if cost else "none"
+        lacks = f", lacks {format_bytes(best.missing_bytes)}" if cost and best.missing_bytes else ""
         self._show_line(
             f"layoutmap: {num_tried} maps tried so far, best {said} on {best.layout_map.mesh}{lacks}"
         )

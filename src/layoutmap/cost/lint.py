@@ -29,7 +29,7 @@ def _make_traffic_facts(cost: Cost, collectives: list[Collective]) -> tuple[tupl
 
 
 def _iterate_large_causes(cost: Cost, calls: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
-    """Yield each cause with its collectives, if those of all repeated blocks send enough bytes to report."""
+    """Yield each cause with its collectives, if those of all repeated blocks together send enough bytes to report."""
     least = _LEAST_SHARE * cost.step.sent_bytes
     sent: dict[str, int] = {}
     by_cause: dict[str, list[Collective]] = {}
@@ -43,7 +43,7 @@ def _iterate_large_causes(cost: Cost, calls: list[Collective]) -> Iterator[tuple
 
 
 def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
-    """Yield a problem for each weight that is gathered over a dim other than the batch dim, without need."""
+    """Yield a problem for each weight that is gathered over a mesh dim which does not shard the batch, without need."""
     batch = linted.batch_dim
     found = [
         c
@@ -61,14 +61,14 @@ def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
                 path,
                 f"{path}: it is gathered over {over} in each step",
                 (("layout", f"{a.layout}{format_rule_suffix(a)}"), *_make_traffic_facts(cost, of_weight)),
-                f"the batch is not sharded over {over}, so its devices compute the same with the gathered weight",
-                "lay out what its layer and the one before it output, so that each device computes with its part: "
+                f"the batch is not sharded over {over}, so devices along it all compute with the whole weight",
+                "lay out the outputs of this layer and of the layer before, so that each device computes a part: "
                 f'layout_map.activations[r"..."] = ({batch!r}, ..., {over!r})',
             )
 
 
 def find_summed_activations(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
-    """Yield a problem for each activation that is all-reduced over the dim that shards the batch."""
+    """Yield a problem for each layer whose activation is all-reduced over the dim that shards the batch."""
     batch = linted.batch_dim
     assert batch is not None
     found = [
@@ -87,12 +87,12 @@ def find_summed_activations(cost: Cost, linted: LintedPlan) -> Iterator[Problem]
             _make_traffic_facts(cost, of_layer),
             "a weight is sharded along an axis that is summed over, so each device computes a part of every sum, for "
             "the rows of all devices",
-            f'keep the rows where they are: layout_map.activations[r"..."] = ({batch!r}, ...)',
+            f'shard the output by rows, too: layout_map.activations[r"..."] = ({batch!r}, ...)',
         )
 
 
 def find_costly_dims(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
-    """Yield a problem for each mesh dim along which devices communicate and repeat the same computation."""
+    """Yield a problem for each mesh dim over which devices exchange data although all of them compute the same."""
     plan = linted.plan
     for dim in plan.mesh.mesh_dims:
         over = [c for c in cost.step.collectives if dim.name in c.dims]
@@ -114,7 +114,7 @@ def find_costly_dims(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
             "dim that only costs",
             "warning",
             dim.name,
-            f"{dim.name}: this dim of the mesh costs time, and shares no computing",
+            f"{dim.name}: this dim of the mesh costs time, and saves no computation",
             (("mesh", str(plan.mesh)), *_make_traffic_facts(cost, over)),
             f"{saves}, and the batch is not sharded over it: groups of {dim.size} devices compute the same",
             f"shard the batch over {dim.name} as well, lay out activations over it, or leave it out of the mesh",

@@ -1,4 +1,4 @@
-"""Count the cost of a training step from shapes, without devices or arrays.
+"""Compute the cost of a training step from shapes, without devices or arrays.
 
 lowered = lm.lower_step(make_model, layout_map, inputs=..)     traced once: seconds
 lowered.count(layout_map)                                      a second or so for each map
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layoutmap.adapters import Training, get_adapter, get_imported_adapter, require_capability
+from layoutmap.adapters import TrainingAdapter, get_adapter, get_imported_adapter, require_capability
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.mesh import check_dims_in_mesh
 from layoutmap.core.policy import LayoutPolicy
@@ -31,7 +31,7 @@ from layoutmap.scope.scope import make_model_in_scope
 
 
 class LoweredStep:
-    """Training step that is traced without layouts, and then counted in any layouts on any mesh.
+    """Training step that is traced once without layouts, so that its cost under any layout map is quick to compute.
 
     Args:
         step: The step.
@@ -62,7 +62,7 @@ class LoweredStep:
         self._fuses = fuse_attention
 
     def with_remat(self, remat: str) -> LoweredStep:
-        """Return the same step, where the layers in `remat` recompute activations. See `lower_step`."""
+        """Return the same step with recomputed activations in the layers that `remat` selects. See `lower_step`."""
         return LoweredStep(self.step, self._batch_dim, remat, self._missing, self._fuses)
 
     def plan(self, layout_map: RuleSet) -> Plan:
@@ -79,7 +79,7 @@ class LoweredStep:
         target: str | None = None,
         progress: ProgressMode = None,
     ) -> StepCost:
-        """Count a step under rules in about a second, from the output of XLA's partitioner.
+        """Return the collectives, operations, and memory of the step under a layout map, in about a second.
 
         Args:
             layout_map: Rules, also for activations, on any mesh.
@@ -104,7 +104,7 @@ class LoweredStep:
             )
 
     def compile(self, layout_map: RuleSet, *, batch_dim: BatchDim | None = None, target: str = "cpu") -> Any:
-        """Compile the step under rules with XLA, for devices that need not exist. This may take minutes.
+        """Compile the step under a layout map with XLA, for devices that need not exist. This may take minutes.
 
         Args:
             layout_map: See `count`.
@@ -129,7 +129,7 @@ class LoweredStep:
         target: str = "cpu",
         progress: ProgressMode = None,
     ) -> Verified:
-        """Count the step under rules, compile it with XLA, and return both for comparison.
+        """Estimate the cost of the step under a layout map, compile the step with XLA, and return both results.
 
         Args:
             layout_map: See `count`.
@@ -160,12 +160,12 @@ class LoweredStep:
 
     @property
     def outputs(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of the first array that each layer returns, by path, once a step has been counted."""
+        """Shape of the first array that each layer returns, by path. It is empty before the first call of `count`."""
         return self._counter.outputs
 
     @property
     def fingerprint(self) -> str:
-        """Text that is equal for equal steps, once a step has been counted."""
+        """Text that is equal for equal steps, if it is read after a call of `count`."""
         return self._counter.fingerprint
 
 
@@ -182,7 +182,7 @@ def lower_step(
     fuse_attention: bool = False,
     library: str | None = None,
 ) -> LoweredStep:
-    """Trace and lower a training step once, to count its cost under many layout maps.
+    """Trace and lower a training step once, so that its cost can be computed under many layout maps.
 
     Args:
         make_model: Function that creates and returns the model.
@@ -208,10 +208,10 @@ def lower_step(
     check_model_function(make_model, layout_map, "lower_step")
     check_remat(remat)
     adapter = get_adapter(library) if library else get_imported_adapter()
-    training = require_capability(adapter, Training, "lower_step")
+    training = require_capability(adapter, TrainingAdapter, "lower_step")
     if adapter.engine_name != "jax":
         raise ScopeError(
-            f"the step of a model of {adapter.name} on {adapter.engine_name} cannot be counted",
+            f"the cost of a step cannot be computed for a model of {adapter.name} on {adapter.engine_name}",
             why="costs come from XLA's partitioner, which needs a model on JAX",
             fix="plan the same rules with the model on JAX: KERAS_BACKEND=jax"
             if adapter.name == "keras"
@@ -241,7 +241,7 @@ def step_cost(
     fuse_attention: bool = False,
     library: str | None = None,
 ) -> StepCost:
-    """Count the collectives, operations, and memory of a training step on each device.
+    """Return the cost of a training step on each device: its collectives, operations, and memory.
 
     No array is allocated and no device is needed, so the mesh may have any size. See `lower_step` for the arguments.
 

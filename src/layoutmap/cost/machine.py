@@ -15,15 +15,15 @@ from layoutmap.cost.table import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Network between devices."""
+    """Network that connects devices."""
 
     name: str
     bandwidth: float  # bytes per second that one device sends; on a ring, in both directions
-    # smallest mesh dim that forms a ring; smaller ones are lines with half the bandwidth; 0: a switch
+    # size of the smallest group that forms a ring; smaller groups are lines with half the bandwidth; 0: no rings
     ring_from: int = 0
 
     def get_bandwidth(self, num_devices: int) -> float:
-        """Return the bytes per second that each of `num_devices` neighboring devices can send."""
+        """Return the bytes per second that each device can send in a group of `num_devices` neighboring devices."""
         return self.bandwidth / 2 if num_devices < self.ring_from else self.bandwidth
 
 
@@ -40,10 +40,10 @@ class Device:
     fast: Network  # network inside a node
     slow: Network  # network between nodes
     node_size: int  # devices that share the fast network
-    sources: tuple[str, ...] = ()  # of the figures, with versions
+    sources: tuple[str, ...] = ()  # documents that state these numbers, with versions
 
     def get_flops_rate(self, dtype: str) -> float:
-        """Return FLOPs per second for an element type, or the slowest type's rate if it is unknown."""
+        """Return FLOPs per second for an element type, or the rate of the slowest type if `dtype` is unknown."""
         return self.flops.get(dtype) or min(self.flops.values())
 
 
@@ -60,13 +60,13 @@ class DeviceGroup:
 
     @property
     def devices_per_node(self) -> int:
-        """Least number of the group's devices in one node."""
+        """Average number of the group's devices in one node, rounded down, but at least 1."""
         return max(1, self.size // self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices of one type."""
+    """A number of devices of one type, with their networks."""
 
     device: Device
     num_devices: int
@@ -75,7 +75,7 @@ class Machine:
         return f"{self.device.name}:{self.num_devices}"
 
     def group(self, mesh: Mesh, dims: Iterable[str]) -> DeviceGroup:
-        """Return the size and the number of nodes of the device group of a collective over the mesh dims `dims`.
+        """Return the numbers of devices and nodes that take part in one collective over the mesh dims `dims`.
 
         Example:
             >>> from layoutmap.core.mesh import Mesh
@@ -88,7 +88,7 @@ class Machine:
         for dim, stride in zip(mesh.mesh_dims, mesh.strides, strict=True):
             steps[dim.name in inside].append(range(0, dim.size * stride, stride))
         offsets = [sum(each) for each in itertools.product(*steps[True])]
-        # How many nodes a group spans depends only on where in a node it starts, so try each such position once.
+        # The number of nodes that a group spans depends only on its start within a node, so try each start once.
         starts = {sum(each) % self.device.node_size for each in itertools.product(*steps[False])}
         nodes = max(
             len({(start + offset) // self.device.node_size for offset in offsets}) for start in starts
@@ -118,7 +118,7 @@ class Machine:
             one_way = fast / 2 if 0 < self.device.fast.ring_from <= near else fast
             return tensor_bytes / (slow if nodes > 1 else one_way)
         if kind == "all_to_all":
-            # In a bidirectional ring, a chunk travels over a quarter of the links on average, so it takes more time.
+            # In a bidirectional ring, a chunk travels over a quarter of all links on average, so each link sends more.
             hops = max(1.0, near / 4) if self.device.fast.ring_from else 1.0
             part = tensor_bytes / size
             return max(part * (near - 1) * hops / fast, part * (size - near) / slow)

@@ -27,7 +27,7 @@ _MOST = 10**18
 
 
 def machine_named(name: str) -> Machine:
-    """Return the machine with a name.
+    """Return the machine that a text such as `"h100:64"` names.
 
     Args:
         name: `"h100:64"` for 64 devices of layoutmap's own file, `"mine.yaml:big:64"` for a device that your file
@@ -43,8 +43,8 @@ def machine_named(name: str) -> Machine:
     found = _NAMED.fullmatch(name)
     if found is None or (found["count"] and not int(found["count"])):
         raise LayoutMapError(
-            f"on={name!r} names no machine",
-            why="a machine is a kind of device and the number of devices",
+            f"on={name!r} does not name a machine",
+            why="the name of a machine is a kind of device and a number of devices",
             fix="write it as in h100:64, or mine.yaml:my_device:64 with your own file",
         )
     file, wanted = found["one"] or found["file"], found["device"]
@@ -58,25 +58,27 @@ def machine_named(name: str) -> Machine:
             f"on={name!r}: "
             f"{'it does not say which device of the file' if found['one'] else f'there is no device {wanted!r}'}",
             facts={"devices": ", ".join(devices)},
-            why=f"{file} has several" if found["one"] else f"{file or 'layoutmap'} has no data of it",
+            why=f"{file} describes several devices"
+            if found["one"]
+            else f"{file or 'layoutmap'} does not describe it",
             fix=f"name one of them, as in on={f'{name}:{next(iter(devices))}'!r}"
             if found["one"]
             else f"did you mean {near[0]!r}?"
             if near
-            else "describe it in a file, as in on='mine.yaml:my_device:64'",
+            else "describe the device in a file, as in on='mine.yaml:my_device:64'",
         )
     return Machine(device, int(found["count"] or 1))
 
 
 def resolve_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
-    """Return the machine `on`, or with this name, for a mesh. A name without a number gets the mesh's size.
+    """Return the machine `on`, or the machine with this name. Without a number, it has as many devices as the mesh.
 
     Raises:
         LayoutMapError: There is no such machine, or its number of devices differs from the mesh's.
     """
     if not isinstance(on, str | Machine):
         raise LayoutMapError(
-            f"{caller}on={shorten_repr(on)} names no machine",
+            f"{caller}on={shorten_repr(on)} does not name a machine",
             why=f"it is {describe_type(on)}",
             fix='write it as in on="h100:64"',
         )
@@ -91,7 +93,7 @@ def resolve_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
         return Machine(machine.device, mesh.size)
     if mesh is not None and machine.num_devices != mesh.size:
         raise LayoutMapError(
-            f"on={str(on)!r}: the machine has {machine.num_devices:,} devices, and the mesh {mesh.size:,}",
+            f"on={str(on)!r}: the machine has {machine.num_devices:,} devices, but the mesh has {mesh.size:,}",
             facts={"mesh": str(mesh)},
             why="each device of the machine is at one position of the mesh",
             fix=f"use {str(on).rpartition(':')[0]}:{mesh.size}, or a mesh of {machine.num_devices:,} devices",
@@ -116,7 +118,7 @@ def _read_device_file(path: str) -> Mapping[str, Device]:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LayoutMapError(
-            f"{path} cannot be read", why=str(error), fix="name a UTF-8 file of devices"
+            f"{path} cannot be read", why=str(error), fix="name a UTF-8 file that describes devices"
         ) from error
     return parse_devices(text, path)
 
@@ -137,7 +139,7 @@ def parse_devices(text: str, where: str) -> Mapping[str, Device]:
 
 
 class _FileFields:
-    """Mapping in a file of devices, checked for unknown and missing keys. Its methods read checked values."""
+    """Mapping in a file of devices. Unknown and missing keys raise an error, and methods return checked values."""
 
     def __init__(self, data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()):
         if not isinstance(data, dict):

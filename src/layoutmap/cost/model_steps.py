@@ -1,4 +1,4 @@
-"""Describe the training step of a planned model, and load the class that counts steps of its framework."""
+"""Describe the training step of a planned model, and load the class that computes costs of its framework's steps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.steps import TrainingStep
 from layoutmap.scope.context import Scope
 
-# Only costs need the description of a step, so its modules are in this package, not in the adapters (decisions/0196).
+# Only costs need descriptions of steps, so these modules are in this package, not in the adapters (decisions/0196).
 _MODULES = {
     "keras": "layoutmap.cost.jax.keras_step",
     "jax": "layoutmap.cost.jax.pytree_step",
     "torch": "layoutmap.cost.torch_module_step",
 }
-"""Map from a model library to the module whose `describe_step` knows its models. Imported late, with a framework."""
+"""Module whose `describe_step` supports the models of a library, by library. It is imported late, as it imports JAX or
+torch.
+"""
 
 
 def make_training_step(
     context: Scope, model: Any, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return the training step of a model that was made in a dry run.
+    """Return the training step of a model that was built in a dry run.
 
     Without `optimizer` or `loss`, the model's own is used, or else no slots and the mean of the squared outputs.
     """
@@ -34,12 +36,12 @@ _STEP_COUNTERS = {"jax": "layoutmap.cost.jax.lowered", "torch": "layoutmap.cost.
 
 
 def load_step_counter(engine_name: str) -> Any:
-    """Return the class `StepCounter` for a framework. Its method `count` counts a `TrainingStep`."""
+    """Return the class `StepCounter` of a framework. Its method `count` returns the cost of a `TrainingStep`."""
     if engine_name not in _STEP_COUNTERS:
         raise EngineError(
-            f"the cost of a step cannot be counted on {engine_name}",
-            facts={"counted on": ", ".join(_STEP_COUNTERS)},
-            why=f"{engine_name} decides what devices send in a compiler that needs these devices",
+            f"the cost of a step cannot be computed on {engine_name}",
+            facts={"computed on": ", ".join(_STEP_COUNTERS)},
+            why=f"the compiler of {engine_name} chooses the collectives, and needs the devices of the mesh for that",
             fix="plan the same rules with the model on JAX: the layouts are the same (KERAS_BACKEND=jax)",
         )
     return import_module(_STEP_COUNTERS[engine_name]).StepCounter

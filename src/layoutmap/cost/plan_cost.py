@@ -1,4 +1,4 @@
-"""Count a training step of a planned model, and add its cost on a machine to the plan."""
+"""Compute the cost of a training step of a planned model on a machine, and add it to the plan."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _SHARE_OF_JAX = 0.75  # share of GPU memory that JAX preallocates: 63.8 of 84.9 
 
 @dataclass(frozen=True, slots=True)
 class CostRequest:
-    """Arguments of `plan` that request the cost of a step."""
+    """Arguments of `plan` that concern the cost of a step."""
 
     machine: Machine
     batch_dim: BatchDim | None  # None: guessed from the mesh
     loss: Callable[..., Any] | None  # None: the model's own
-    target: str | None  # device that XLA compiles the whole step for, to verify the count; None: no check
-    counting_target: str | None  # device that XLA compiles for, to count; None: the partitioner suffices
+    target: str | None  # device that XLA compiles the whole step for, to verify the cost; None: no check
+    counting_target: str | None  # device whose compiler determines the cost; None: XLA's partitioner
     remat: str | None  # layers that recompute activations; None: those that the model's code recomputes
     fuse_attention: bool
     machine_name: str
     device_memory: int | None = None  # bytes; overrides the machine's memory
-    advises: bool = True  # whether plan variants are counted if the step does not fit the memory
+    advises: bool = True  # whether plan variants are tried if the step does not fit the memory
 
 
 def make_cost_request(
     on: Any, mesh: Mesh, inputs: object, engine: str, options: Mapping[str, Any]
 ) -> CostRequest:
-    """Check the arguments of `plan` that concern the cost, before a model is made, and return them as a request."""
+    """Check the arguments of `plan` that concern the cost, before a model is built, and return them as a request."""
     batch_dim, verify, remat = options["batch_dim"], options["verify"], options["remat"]
     machine = resolve_machine(on, mesh)
     check_dims_in_mesh("plan: batch_dim", batch_dim, mesh, "the batch is sharded over it")
@@ -75,7 +75,7 @@ def make_cost_request(
     for name, why in on_jax.items():
         if options[name] not in (None, False) and engine != "jax":
             raise ScopeError(
-                f"plan: {name}={options[name]!r} is for models on JAX, and this one is on {engine}",
+                f"plan: {name}={options[name]!r} is for models on JAX, but this model is on {engine}",
                 why=why,
                 fix=f"leave {name} out, or plan the same rules with the model on JAX",
             )
@@ -86,7 +86,7 @@ def make_cost_request(
 
 
 def choose_verify_target(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return the device that XLA compiles the whole step for, or None without `verify`. Its compiler is installed."""
+    """Return the device that XLA compiles the whole step for, whose compiler is installed, or None without `verify`."""
     if not verify:
         return None
     from layoutmap.cost.jax.targets import find_target  # imported here, because it imports JAX
@@ -97,25 +97,27 @@ def choose_verify_target(verify: bool | str | None, machine: Machine) -> str | N
 
 
 def choose_counting_target(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return the machine's device if XLA's compiler for it is installed and should count steps, or else None."""
+    """Return the machine's device if its compiler is installed and should determine costs, or else None."""
     from layoutmap.cost.jax.targets import has_gpu_compiler  # imported here, because it imports JAX
 
     name = machine.device.name
     return name if verify in (None, True) and has_gpu_compiler(name) else None
 
 
-def count_and_add_cost(
+def add_step_cost(
     plan: Plan, context: Scope, model: object, inputs: object, optimizer: object, request: CostRequest
 ) -> Plan:
-    """Count a step of the plan's model in a dry run. Return the plan with this cost, or with a problem of the step."""
+    """Return the plan with the cost of its model's step, or with a problem if JAX refuses an operation of the step."""
     counter = _ModelCounter(plan, context, model, inputs, optimizer, request)
     begin = time.process_time()
     lowered, assignments, policy = counter.lower_variant(counter.variant)
     try:
         target = request.counting_target
-        step_cost = _compile_and_count(lowered, assignments, policy, target) if target else None
+        step_cost = _compute_compiled_cost(lowered, assignments, policy, target) if target else None
         step_cost = step_cost or lowered.count(assignments, policy, with_peak_tensors=True)
-    except ShardingRefusedError as error:  # the model's code is at fault, so report a problem of the plan
+    except (
+        ShardingRefusedError
+    ) as error:  # the cause is in the model's code, so report it as a problem of the plan
         facts = tuple((name, str(value)) for name, value in error.facts.items())
         subject = type(model).__name__
         return plan.add_problem(
@@ -133,17 +135,17 @@ def count_and_add_cost(
     assert isinstance(found.cost, Cost)
     if found.cost.fits or not request.advises:
         return found
-    from layoutmap.cost.advise import count_and_rank_variants  # here, because most plans need no search code
+    from layoutmap.cost.advise import rank_variants_by_cost  # here, because most plans need no search code
     from layoutmap.cost.search.space import find_block_stacks
 
     step, on_jax = counter.step, context.adapter.engine_name == "jax"
     *_, data = (None, *list_batch_dims(policy.batch_dim))
     variables = [a.variable for a in plan.assignments]
-    tried, untried = count_and_rank_variants(
+    tried, untried = rank_variants_by_cost(
         replace(counter.variant, preset=find_preset_of_rules(context.layout_map), guessed_batch_dim=data),
         plan,
         found.cost.step.peak_bytes,
-        counter.count_variant,
+        counter.compute_variant_cost,
         blocks=find_block_stacks(getattr(lowered, "outputs", {}), variables),
         can_recompute=on_jax
         and request.remat is None
@@ -155,7 +157,7 @@ def count_and_add_cost(
 
 
 def _iterate_memory_notes(step_cost: StepCost, machine: Machine) -> Iterator[str]:
-    """Yield a note on the setting of JAX's memory share, if the step fits the GPU and not the share JAX takes."""
+    """Yield a note if the step fits the GPU, but not the share of its memory that JAX preallocates by default."""
     from layoutmap.cost.jax.targets import is_gpu  # imported here, because it imports JAX
 
     share = step_cost.peak_bytes / machine.device.memory_bytes
@@ -166,8 +168,10 @@ def _iterate_memory_notes(step_cost: StepCost, machine: Machine) -> Iterator[str
         )
 
 
-def _compile_and_count(lowered: Any, assignments: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
-    """Return the cost of a step as XLA compiles it, or warn and return None if that fails."""
+def _compute_compiled_cost(
+    lowered: Any, assignments: Any, policy: LayoutPolicy, target: str
+) -> StepCost | None:
+    """Return the cost of a step as XLA compiles it for `target`. If that fails, warn and return None."""
     try:
         with ElapsedTime(f"XLA compiles the step for {target}") as shown:
             return cast(
@@ -177,9 +181,9 @@ def _compile_and_count(lowered: Any, assignments: Any, policy: LayoutPolicy, tar
     except EngineError as error:
         warnings.warn(
             LayoutMapWarning(
-                f"plan: XLA's compiler for {target!r} is installed, and failed: the cost is an estimate",
+                f"plan: XLA's compiler for {target!r} failed, so the cost is only an estimate",
                 why=error.what,
-                fix="pass verify=False to skip the compiler, or verify=True to see its whole error",
+                fix="pass verify=False to skip the compiler, or verify=True to see the compiler's whole error",
             ),
             stacklevel=2,
         )
@@ -187,7 +191,7 @@ def _compile_and_count(lowered: Any, assignments: Any, policy: LayoutPolicy, tar
 
 
 class _ModelCounter:
-    """Counter of the steps of one model's plan variants. Variants with equal programs share one trace."""
+    """Costs of a model's plan variants. Variants that differ only in rules, mesh, or batch dim share a traced step."""
 
     def __init__(
         self, plan: Plan, context: Scope, model: Any, inputs: Any, optimizer: Any, request: CostRequest
@@ -210,12 +214,12 @@ class _ModelCounter:
         return make_training_step(self._context, self._model, inputs, self._optimizer, self._request.loss)
 
     def lower_variant(self, variant: PlanVariant) -> tuple[Any, list[Assignment], LayoutPolicy]:
-        """Return the step counter of a variant, the layouts of its variables, and the policy of its activations."""
+        """Return the step counter for a variant, the layouts of its variables, and the policy for its activations."""
         has_same_inputs = variant.inputs == self.variant.inputs
         step = (
             self.step if has_same_inputs else self._make_step(_unflatten_inputs(self._inputs, variant.inputs))
         )
-        # The plan lacks slots of an optimizer that is not part of the model, so add those of the step.
+        # The plan lacks slots of an optimizer that is not part of the model, so add the slots from the step.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
         table = make_plan(
             list(planned.values()), variant.rules, layers=self._context.layers, complete=False
@@ -234,14 +238,14 @@ class _ModelCounter:
     def add_cost_to_plan(
         self, plan: Plan, step_cost: StepCost, policy: LayoutPolicy, verified: Verified | None
     ) -> Plan:
-        """Return the plan with the cost of a counted step, where memory also has the arrays of `later=`."""
+        """Return the plan with the cost of a step. The arrays of `later=` are added to the memory of this cost."""
         dim = policy.batch_dim
         over = "replicated, since no mesh dim is known to shard them"
         if dim:
             over = f"sharded over {format_batch_dim(dim)}"
         step_cost = replace(step_cost, notes=(f"batches are {over}", *step_cost.notes))
         beside = sum(a.device_bytes for a in plan.assignments if a.variable.kind is Kind.LATER)
-        if beside:  # the step is traced without these arrays, but they stay in memory while it runs
+        if beside:  # these arrays stay in memory, but the step is traced without them
             names = ("argument_bytes", "peak_bytes", "least_peak_bytes")
             held = {name: getattr(step_cost, name) + beside for name in names if getattr(step_cost, name)}
             note = f"the arrays of later=, {format_bytes(beside)} per device, stay in memory during the step"
@@ -253,7 +257,7 @@ class _ModelCounter:
         cost = Cost(step_cost, machine, batch_dim=dim, verified=verified)
         return plan.add_cost(cost).set_limits(device_memory=self._request.device_memory)
 
-    def count_variant(self, variant: PlanVariant) -> Cost:
+    def compute_variant_cost(self, variant: PlanVariant) -> Cost:
         """Return the cost of a step of a plan variant."""
         lowered, assignments, policy = self.lower_variant(variant)
         found = self.add_cost_to_plan(self._plan, lowered.count(assignments, policy), policy, None).cost
@@ -262,7 +266,7 @@ class _ModelCounter:
 
 
 def _list_input_shapes(inputs: object) -> tuple[BatchArray, ...]:
-    """Return the shapes of inputs that are one array, or a list or mapping of arrays, and nothing for other inputs."""
+    """Return the shapes of inputs that are one array, a list, or a mapping of arrays, or nothing for other inputs."""
     pairs: Any = [("", inputs)]
     if isinstance(inputs, Mapping | list | tuple):
         arrays = cast("Any", inputs)

@@ -24,25 +24,24 @@ SCORED_ATTENTION = (
 """Notes of a `StepCost` on its calls of attention."""
 
 PARTITIONED, ESTIMATE, COMPILED = "an estimate by XLA's partitioner", "estimate", "compiled by XLA for "
-"""Values of `StepCost.known_by`: the source of the figures. `COMPILED` precedes the name of a device."""
+"""Values of `StepCost.known_by`: how the cost is known. `COMPILED` precedes the name of a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Equal collectives of a step: of one kind, over the same mesh dims, with one cause."""
+    """Collectives of one kind in a step that exchange equal sizes over the same mesh dims for one cause."""
 
     kind: CollectiveKind
     dims: tuple[str, ...]  # major dim first
     calls: int  # per step
-    tensor_bytes: (
-        int  # largest tensor of one call per device: an all-gather's result, or the operand of others
-    )
+    # bytes per device in one call: of the result of an all-gather, or of the operand of other collectives
+    tensor_bytes: int
     cause: str = ""  # path of the weight or layer, with `*` for numbers of repeated layers; empty: unknown
     phase: Phase = ""  # empty: unknown
     group: int = 0  # number of devices that exchange; 0: all devices along the dims
 
     def count_sent_bytes(self, mesh: Mesh) -> int:
-        """Return the bytes that a device sends for all calls in a step, with ring algorithms."""
+        """Return the bytes that a device sends in a step for all calls, if collectives use ring algorithms."""
         size = self.group or math.prod(map(mesh.dim_size, self.dims))
         if self.kind == "permute":
             return self.calls * self.tensor_bytes if self.dims else 0
@@ -52,13 +51,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class PeakTensors:
-    """Tensors of one kind and shape on a device at the peak of a step, except the step's arguments."""
+    """Tensors of one kind and shape on a device at the peak of a step, without the step's arguments."""
 
     kind: PeakTensorKind
     path: str  # of the weight or layer, with `*` for numbers of repeated blocks; empty: unknown
-    shape: tuple[int, ...]  # of one of them on a device
+    shape: tuple[int, ...]  # of one tensor on a device
     dtype: str
-    num_bytes: int  # of all of them
+    num_bytes: int  # of all tensors together
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,11 @@ class StepCost:
         argument_bytes: Bytes of the step's arguments: weights, state, slots, and the batch.
         peak_bytes: Most bytes in the device's memory at one time, with the arguments, if memory is plentiful. An
             estimate by XLA's partitioner is an upper bound of what XLA needs.
-        notes: Assumptions behind the figures, in sentences.
+        notes: Assumptions on which the cost is based, in sentences.
         least_peak_bytes: The peak if memory is short, so that XLA computes each gradient as soon as it can; 0: unknown.
         held: Estimated tensors at the peak without the arguments, the largest first. If XLA has compiled the step, they
             may be fewer than all. Empty: unknown.
-        known_by: Source of the figures: XLA's compiler, its partitioner, or an estimate.
+        known_by: How the cost is known: from XLA's compiler, its partitioner, or an estimate.
     """
 
     mesh: Mesh
@@ -92,7 +91,7 @@ class StepCost:
     known_by: str = ESTIMATE
 
     def on(self, memory_bytes: int) -> StepCost:
-        """Return the cost on a device with `memory_bytes` of memory. With less, XLA schedules for a lower peak."""
+        """Return the cost on a device with `memory_bytes` of memory. If it is short, XLA schedules for a lower peak."""
         # Limit of XLA's scheduler: 0.95 * (0.8 * device memory - bytes of arguments).
         room = self.argument_bytes + int(0.95 * max(0.0, 0.8 * memory_bytes - self.argument_bytes))
         least = self.least_peak_bytes or self.peak_bytes

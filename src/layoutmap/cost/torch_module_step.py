@@ -1,4 +1,4 @@
-"""Describe the training step of a torch module, so that `torch_step` can count it."""
+"""Describe the training step of a torch module, so that `torch_step` can compute its cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_OPTIMIZER = "no optimizer is known: weights are updated by none, and there a
 
 @dataclass(slots=True)
 class _CountingContext:
-    """Stand-in for a scope context while a step is counted. It has the part that `TorchSession.install` reads."""
+    """Stand-in for a scope context in a counted step, with the attributes that `TorchSession.install_arrays` reads."""
 
     policy: LayoutPolicy
     engine: Engine
@@ -48,7 +48,7 @@ class _CountingContext:
 def describe_step(
     session: TorchSession, model: torch.nn.Module, inputs: Any, optimizer: object, loss: Function | None
 ) -> TrainingStep:
-    """Return the training step of a module from a dry run, which has set `optimizer` on the module."""
+    """Return the training step of a module from a dry run, which has already set `optimizer` on the module."""
     entries = session.planned_entries
     step = _CountedStep(entries, model, inputs, loss)
     inputs = step.inputs.items()
@@ -68,13 +68,13 @@ class _CountedStep:
         numbered = {f"input {i}": each for i, each in enumerate(several)}
         self.inputs: dict[str, torch.Tensor] = dict(inputs) if is_mapping(inputs) else numbered
         self.optimizer = get_training(model).make_optimizer
-        self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # running the step adds more
+        self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # running the step may add a note
         self._loss = loss
 
     def run_twice(
         self, tracer: Any, values: Mapping[Key, DTensor], batch: Sequence[torch.Tensor]
     ) -> Mapping[Key, DTensor]:
-        """Run two steps, and count only the second one. The first creates slots and fills DTensor's caches."""
+        """Run two steps, and count only the second, because the first creates slots and fills DTensor's caches."""
         placed: list[tuple[TensorEntry, DTensor, Layout]] = []
         for entry in self._entries:
             value = values[entry.spec.key]
@@ -102,18 +102,18 @@ class _CountedStep:
             self.notes += [_NO_LOSS] * (_NO_LOSS not in self.notes)
             numbers = [each for each in list_tensors(output) if each.is_floating_point()]
             value = sum(each.float().square().mean() for each in numbers)
-        with tracer.open_phase("backward"):
+        with tracer.mark_phase("backward"):
             value.backward()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 tracer.record_gradient_path(parameter.grad, name)
         if optimizer is not None:
-            with tracer.open_optimizer_update():
+            with tracer.mark_optimizer_update():
                 optimizer.step()
 
 
 def _track_layers(module: torch.nn.Module, path: str, tracer: Any) -> None:
-    """Register hooks that tell the tracer when `module`, at `path`, computes in the forward and the backward pass."""
+    """Register hooks that tell the tracer when `module`, at `path`, runs in the forward and the backward pass."""
 
     def enter_layer(*_: object) -> None:
         tracer.layers.append(path)
@@ -126,7 +126,7 @@ def _track_layers(module: torch.nn.Module, path: str, tracer: Any) -> None:
             tracer.layers[:] = [path]
 
         def watch_gradient(tensor: torch.Tensor) -> torch.Tensor:
-            # Outputs of inner layers come first, so a node belongs to the first layer that returns its tensor.
+            # Inner layers return their outputs first, so a node belongs to the first layer that returns its tensor.
             if tensor.grad_fn is not None and tensor.grad_fn not in tracer.watched_nodes:
                 tracer.watched_nodes.add(tensor.grad_fn)
                 tensor.register_hook(set_current_layer)  # pyright: ignore[reportUnknownMemberType]

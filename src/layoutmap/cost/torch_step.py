@@ -1,4 +1,4 @@
-"""Count a training step of a torch module on each device, with tensors that have no values.
+"""Compute the cost of a training step of a torch module on each device, with tensors that have no values.
 
 The step runs as process 0 of a process group with as many processes as the mesh has devices. The other processes do not
 exist. Each operation that DTensor runs on this process's shards is counted and not computed. Afterwards, the process
@@ -54,15 +54,15 @@ _KINDS: Mapping[str, CollectiveKind] = {
 }
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
 _LOCAL_OPERATORS = ("wait_tensor", "_wrap_tensor_autograd")
-# The result of these operators is still a copy of the same weight, or the same gradient, so it keeps the source.
+# The results of these operators are still copies of a weight, or the same gradient, so they keep the source.
 _COPIES = {"cat", "clone", "_to_copy", "div", "mul", "neg", "copy_", "wait_tensor", "add", "add_"}
 _EAGER = "each operation reads its operands from memory and writes its results, as without torch.compile"
 _ACCUMULATED = "the weights of a block are gathered together, under the name of the first weight"
 
 
-# A formula is wrong if layouts conflict, so the step runs on fake tensors and is counted (decisions/0156).
+# Formulas are wrong if layouts conflict, so the step runs on fake tensors to count its operations (decisions/0156).
 class StepCounter:
-    """Counter of a torch module's training step in any layouts."""
+    """Counter of a torch module's training step, which computes its cost in any layouts."""
 
     def __init__(self, step: TrainingStep):
         self._step = step
@@ -70,10 +70,10 @@ class StepCounter:
     def count(
         self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_peak_tensors: bool = False
     ) -> StepCost:
-        """Return the counted cost of the step in given layouts. `with_peak_tensors` has no effect."""
+        """Return the cost of the step in these layouts. `with_peak_tensors` has no effect on torch."""
         with ExitStack() as stack:
             stack.enter_context(_simulate_process_group(policy.mesh.size))
-            # Torch reads the ranks of a device mesh, so make it before the mode that makes tensors fake.
+            # Torch reads values of a device mesh, so make the mesh before the mode in which tensors have no values.
             groups = _map_groups_to_dims(policy.mesh)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             counter: Any = _OperationCounter(policy, groups)
@@ -88,7 +88,9 @@ class StepCounter:
             argument_bytes += sum(a.shard_bytes for a in assignments)
             for key, value in values.items():
                 counter.record_shard_path(get_local(value), key[1])
-            for each in batch:  # its memory is not counted, because `argument_bytes` has its shard
+            for (
+                each
+            ) in batch:  # so that its memory is not counted again, because `argument_bytes` has its shards
                 counter.record_shard_path(each, "")
             with _explain_run_failures(self._step):
                 self._step.run(counter, values, batch)
@@ -106,12 +108,12 @@ class StepCounter:
 
 @contextmanager
 def _simulate_process_group(num_processes: int) -> Generator[None]:
-    """Make this process number 0 of a process group, where no other process exists, until the block ends."""
+    """Make this process number 0 of a process group until the block ends. Its other processes do not exist."""
     if simulation.has_process_group():
         raise ScopeError(
-            "the cost of a step cannot be counted in this process",
+            "the cost of a step cannot be computed in this process",
             facts={"process group": dist.get_backend(simulation.get_global_group())},
-            why="counting needs its own default process group, and torch has only one per process",
+            why="layoutmap needs a default process group of its own for that, and torch has only one per process",
             fix="plan in a process without a scope and without a process group, as layoutmap plan --on does",
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
@@ -133,16 +135,16 @@ def _explain_run_failures(step: TrainingStep) -> Generator[None]:
     except Exception as error:
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
-            f"{step.name}: its training step fails with tensors that have no values",
+            f"{step.name}: the training step fails with tensors that have no values",
             facts={"inputs": inputs, type(error).__name__: str(error).strip().partition("\n")[0]},
-            why="the step is run with shapes, to count its cost",
+            why="to compute the cost, the step is run with shapes instead of values",
             fix="pass inputs= with the shapes and dtypes of the module's inputs, and call the module "
             "with them in a test",
         ) from error
 
 
 def _make_fake_dtensor(assignment: Assignment) -> object:
-    """Return a DTensor without values for a variable in its layout."""
+    """Return a DTensor for a variable in its layout, without values."""
     variable, layout = assignment.variable, assignment.layout
     native, placements = convert_layout(layout)
     dtype = find_torch_dtype(variable.dtype, variable.path)
@@ -155,7 +157,7 @@ def _make_fake_dtensor(assignment: Assignment) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _ValueSource:
-    """Source of a tensor's values: a weight, or a computation.
+    """Where the values of a tensor come from: a weight, or a computation.
 
     Args:
         path: Path of the weight that the tensor copies; empty: it was computed.
@@ -176,7 +178,7 @@ def _compute_num_bytes(tensor: torch.Tensor) -> int:
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Dispatch mode that counts the operations on this process's shards while it is active."""
+    """Dispatch mode that counts the operations of this process, while it is active."""
 
     def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]]):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -193,24 +195,24 @@ class _OperationCounter(TorchDispatchMode):
         self.layers: list[str] = []
         self.last_layer = ""
         self.watched_nodes: set[object] = set()
-        self.has_fused_attention = False  # whether a fused attention call was seen
+        self.has_fused_attention = False  # whether the step called fused attention
 
     # -- called by the step
 
     def record_shard_path(self, local: torch.Tensor, path: str) -> None:
-        """Record the path of the variable that a shard belongs to. An empty path is that of a batch."""
+        """Record the path of the variable to which a shard belongs. The path of a batch is empty."""
         self._paths_by_storage[get_storage_key(local)] = path
 
-    def open_phase(self, name: Phase) -> AbstractContextManager[None]:
-        """Count operations under another phase of the step until the block ends."""
+    def mark_phase(self, name: Phase) -> AbstractContextManager[None]:
+        """Count the operations until the block ends as those of the phase `name` of the step."""
         return set_temporarily(self, "_phase", name)
 
-    def open_optimizer_update(self) -> AbstractContextManager[None]:
-        """Count operations as the optimizer's update until the block ends."""
-        return self.open_phase("optimizer")
+    def mark_optimizer_update(self) -> AbstractContextManager[None]:
+        """Count the operations until the block ends as those of the optimizer's update."""
+        return self.mark_phase("optimizer")
 
     def reset_counts(self) -> None:
-        """Reset the counts. Memory that is in use now counts as resident between steps."""
+        """Reset the counts to zero. Memory that is in use at this time counts as resident between steps."""
         self.flops.clear()
         self._calls.clear()
         self.watched_nodes.clear()
@@ -218,13 +220,13 @@ class _OperationCounter(TorchDispatchMode):
         self.resident_bytes, self.traffic_bytes, self.peak_bytes = self._stored_bytes, 0, 0
 
     def record_gradient_path(self, gradient: torch.Tensor, path: str) -> None:
-        """Record that a tensor is the gradient of the weight at `path`, so that its collectives have this cause."""
+        """Record that a tensor is the gradient of the weight at `path`, which caused the tensor's collectives."""
         _, source = self._storages.get(get_storage_key(get_local(gradient)), (0, _ValueSource()))
         for cause in source.causes:
             cause[0] = path
 
     def iterate_collectives(self) -> Iterator[Collective]:
-        """Yield the counted collectives. Equal ones are merged."""
+        """Yield the counted collectives. Equal collectives are merged into one with their number of calls."""
         counts = Counter[Any]((*call[:3], *call[3], call[4]) for call in self._calls)
         for (kind, dims, num_bytes, cause, phase), number in counts.items():
             yield Collective(kind, dims, number, num_bytes, cause, phase)
@@ -262,12 +264,12 @@ class _OperationCounter(TorchDispatchMode):
 
     @property
     def _current_layer(self) -> str:
-        """Path of the layer that computes now. The loss and code outside of layers belong to the last layer."""
+        """Path of the layer that computes now. Code outside of layers, as the loss, belongs to the last layer."""
         return (self.layers[-1] if self.layers else "") or self.last_layer
 
     def _find_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
         """Return the source of the result of an operator that copies, scales, or adds its inputs."""
-        # DTensor divides a replicated tensor by a dim's size to add it to partial sums, so it copies no weight.
+        # DTensor divides a replicated tensor by a dim's size to add it to partial sums. That is no copy of a weight.
         if name == "div" and len(args) > 1 and args[1] in self.policy.mesh.shape:
             return _ValueSource()
         found: list[_ValueSource] = []
@@ -279,7 +281,7 @@ class _OperationCounter(TorchDispatchMode):
                 found.append(self._storages[key][1])
         first = next((each for each in found if each.path or each.causes), _ValueSource())
         last = max(found, key=lambda each: each.number, default=first)
-        # Concatenated gradients are reduced together, so their collective has no single cause.
+        # Several concatenated gradients are reduced by one collective, which has no single cause, so forget the causes.
         return replace(last, path=first.path, causes=() if name == "cat" else first.causes)
 
     def _add_collective(
@@ -289,7 +291,7 @@ class _OperationCounter(TorchDispatchMode):
         dims, size = self._find_collective_dims([*args, *kwargs.values()])
         if kind is None or not dims:
             return _ValueSource()
-        # The layer that computed partial sums causes their reduction, and the layer that reads a tensor its gathering.
+        # A reduction is caused by the layer that computed the partial sums, and other collectives by the current layer.
         layer = source.layer if "reduce" in kind else ""
         cause = [source.path or layer or self._current_layer]
         num_bytes = max(map(_compute_num_bytes, inputs))
@@ -299,7 +301,7 @@ class _OperationCounter(TorchDispatchMode):
         return replace(source, causes=(*source.causes, cause))
 
     def _find_collective_dims(self, args: Args) -> tuple[tuple[str, ...], int]:
-        """Return the mesh dims of a collective, and its number of devices, from its arguments."""
+        """Return the mesh dims and the number of devices of a collective, or no dims and 1 if no dim is known."""
         mesh = self.policy.mesh
         for each in args:
             # c10d passes the group before the kind of reduction, both as script objects, so the first one decides.
@@ -309,13 +311,13 @@ class _OperationCounter(TorchDispatchMode):
                 dims = self._groups[name]
                 return dims, math.prod(map(mesh.dim_size, dims))
             if is_group:
-                break  # a group over a mesh dim of size 1, which is not in the table
+                break  # this is the group of a mesh dim of size 1, which has no collectives and is not in the table
         return (), 1
 
     def _track_memory(
         self, tensor: torch.Tensor, source: _ValueSource | None, computed: _ValueSource
     ) -> None:
-        """Count a tensor's storage as in use until it is freed, and record its source: `source`, or else `computed`."""
+        """Count a tensor's storage as in use until it is freed, and record its source, `computed` if None."""
         key = get_storage_key(tensor)
         if key in self._paths_by_storage:
             return
@@ -336,9 +338,9 @@ class _OperationCounter(TorchDispatchMode):
 
 
 def _map_groups_to_dims(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Return the mesh dims of each process group of a mesh, by the group's name."""
+    """Return a dict from the name of each process group of a mesh to the mesh dims of this group."""
     native = convert_layout(Layout.replicated(mesh, 0))[0]
-    simulation.list_ranks(native)  # torch caches this list, and reads it later among fake tensors
+    simulation.list_ranks(native)  # torch caches this list, and cannot make it when tensors are fake
     return {
         native.get_group(i).group_name: (dim,)
         for i, dim in enumerate(mesh.dim_names)

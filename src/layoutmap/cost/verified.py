@@ -1,4 +1,4 @@
-"""Compare the counted cost of a step with the figures of XLA's compiler."""
+"""Compare the estimated cost of a step with the sizes that XLA's compiler reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layoutmap.cost.table import StepCost
 
 
 class TooLargeError(EngineError):
-    """Raised when XLA cannot compile a step because a device has too little memory. `peak_bytes` is 0 if unknown."""
+    """Raised when a device has too little memory for XLA to compile a step. `peak_bytes` is 0 if unknown."""
 
     def __init__(self, what: str, *, peak_bytes: int = 0, **rest: Any):
         super().__init__(what, **rest)
@@ -21,10 +21,10 @@ class TooLargeError(EngineError):
 
 @dataclass(frozen=True)
 class Verified:
-    """Comparison of the counted cost of a step with the figures of XLA's compiler, in bytes per device.
+    """Comparison of the estimated cost of a step with the sizes that XLA's compiler reports, in bytes per device.
 
     Args:
-        cost: The counted cost.
+        cost: The estimated cost.
         target: The device that XLA compiled for, as in `"h100"`.
         sent_by_kind: Bytes that a device sends by XLA's collectives, by kind.
         argument_bytes: Bytes of the arguments of the compiled step.
@@ -55,7 +55,7 @@ class Verified:
 
     @property
     def rows(self) -> list[tuple[str, int, int]]:
-        """Compared figures: the name, the counted value, and XLA's value."""
+        """Rows of the comparison: a name, the estimated number of bytes, and XLA's number of bytes."""
         counted: dict[str, int] = {}
         for each in self.cost.collectives:
             counted[each.kind] = counted.get(each.kind, 0) + each.count_sent_bytes(self.cost.mesh)

@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 ENGINES = {name: f"layoutmap.engines.{name}.engine" for name in ("jax", "tensorflow", "torch")}
-"""The module of each engine by name. The name is also that of the framework's package and of the extra for it."""
+"""The module of each engine, by name. The framework's package and layoutmap's extra for it have the same name."""
 
 
 def list_installed_engines() -> list[str]:
-    """Return the names of the engines with an installed framework, without importing one."""
+    """Return the names of the engines with an installed framework. No framework is imported."""
     return [name for name in ENGINES if importlib.util.find_spec(name) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Compare texts, values, and programs between the processes of one program.
+"""Compare texts, values, and calls between the processes of a job.
 
 Each comparison first gathers values of one size, so that processes that compare different things detect it. All
 processes must call the same function, each with its own values and a `gather` function. Differences raise in all.
@@ -39,9 +39,9 @@ def gather_texts(text: str, gather: Gather) -> list[str]:
 
 
 def _gather_with_padding(values: NumpyArray, gather: Gather) -> list[NumpyArray]:
-    """Return the values of each process, which may differ in number between processes."""
+    """Return the values of each process. The number of values may differ between processes."""
     lengths = gather(np.array([values.size], np.int64))[:, 0]
-    if not lengths.any():  # no process sent a text
+    if not lengths.any():  # no process has values, so nothing is left to gather
         return [values] * len(lengths)
     rows = gather(np.pad(values, (0, int(lengths.max()) - values.size)))
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
@@ -49,7 +49,7 @@ def _gather_with_padding(values: NumpyArray, gather: Gather) -> list[NumpyArray]
 
 # If one process raised alone, the others would wait for it, so exchange errors and raise in all (decisions/0079).
 def call_and_share_errors(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
-    """Call a function in each process, and return its result here. If it raises in one process, raise in all."""
+    """Call a function in each process, and return this process's result. An error is raised in all processes."""
     result: Any = None
     error: BaseException | None = None
     try:
@@ -64,7 +64,7 @@ def call_and_share_errors(function: Callable[[], Result], gather: Gather, verb: 
         raise CheckpointError(
             f"{', '.join(failed)} cannot {verb}",
             facts=failed,
-            why="a step needs all processes of the mesh",
+            why=f"all processes of the mesh must {verb} together",
             fix=f"fix the error that {next(iter(failed))} reports, and {verb} again",
         )
     return result
@@ -93,7 +93,7 @@ def shorten_text(text: str) -> str:
 
 
 def check_same_program(call: str, named_texts: Iterable[NamedText], gather: Gather) -> None:
-    """Raise a `ScopeError` if texts that describe the program of a call differ between processes."""
+    """Raise a `ScopeError` if a call's name, or a text that describes its computation, differs between processes."""
     found = find_difference([("call", call), *named_texts], gather)
     if found is None:
         return
@@ -107,7 +107,7 @@ def check_same_program(call: str, named_texts: Iterable[NamedText], gather: Gath
 
 
 def describe_difference(name: str, texts: Sequence[str]) -> str:
-    """Describe the texts of process 0 and of the first process that differs."""
+    """Return a message with a name, its text in process 0, and its text in the first process that differs."""
     other = next(number for number, text in enumerate(texts) if text != texts[0])
     return f"{name}: {texts[0]} in process 0, {texts[other]} in process {other}"
 
@@ -139,7 +139,7 @@ def check_same_initial_values(checksums: Sequence[tuple[str, int]], gather: Gath
 
 
 class CallSchedule:
-    """Decide which calls of a model the processes compare: the first eight, then each power of two.
+    """Decide which calls of a model the processes compare: the first eight, then calls 16, 32, 64, and so on.
 
     The first call of an epoch is compared, too. A run of n calls compares log2(n) of them (decisions/0181).
 
@@ -193,9 +193,9 @@ def check_same_texts(
 
 
 def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
-    """Return the first name with different texts and the first different line of each process, or None.
+    """Return the first name with different texts and each process's first different line, or None if none differ.
 
-    If the names differ, it is a name that some processes lack, with "nothing" as their line.
+    If the processes have different names, return a name that some of them lack, with "nothing" as their line.
     """
     texts, _ = compare_texts(json.dumps(list(named_texts)), gather)
     lists = [_parse_named_texts(text) for text in texts]
@@ -212,8 +212,8 @@ def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> t
 
 
 def _parse_named_texts(text: str) -> list[NamedText]:
-    """Return the named texts that a process sent as JSON, or the text itself if it compares something else."""
+    """Return the named texts that a process sent as JSON, or any other text under a general name."""
     try:
         return [(name, named_text) for name, named_text in json.loads(text)]
     except ValueError:
-        return [("what it compares", text)]
+        return [("compared text", text)]

@@ -24,7 +24,7 @@ _MAX_REMEMBERED = 512
 
 
 def check_no_host_memory(layout: Layout, framework: str, why: str, alternative: str = "") -> None:
-    """Refuse a layout in host memory, for a framework that stores its arrays on devices.
+    """Raise an error for a layout in host memory, for a framework that stores arrays only on devices.
 
     Args:
         layout: The layout.
@@ -80,14 +80,14 @@ def resolve_device_names(
     fix_too_few: str,
     canonicalize_name: Callable[[str], str] = str.upper,
 ) -> tuple[str, ...]:
-    """Return the names of a mesh's devices, or raise if some do not exist. An abstract mesh gets the first ones."""
+    """Return the names of a mesh's devices, or raise if some do not exist. Abstract meshes get the first devices."""
     try:
         device_names = list_device_names(mesh.device_type)
     except EngineError as error:
         raise MeshError(error.what, facts={"mesh": str(mesh)}, why=error.why, fix=error.fix) from None
     if len(device_names) < mesh.size:
         raise MeshError(
-            f"mesh of {mesh.size} devices, and {framework} has {len(device_names)}",
+            f"the mesh needs {mesh.size} devices, but {framework} has {len(device_names)}",
             facts={"mesh": str(mesh), "devices": join_names(device_names)},
             why="each position of the mesh needs a device",
             fix=fix_too_few,
@@ -119,7 +119,7 @@ def check_no_explicit_axes(mesh: Mesh, framework: str) -> None:
 
 
 def bind_devices(mesh: Mesh, names: Sequence[str], local_indices: Iterable[int]) -> Mesh:
-    """Return a mesh with device names and the positions of this process's devices. It may be the same object."""
+    """Return a mesh with these device names and local positions, or the same mesh if it is already bound."""
     local_device_ids = tuple(local_indices)
     if mesh.devices is not None and local_device_ids == mesh.local_device_ids:
         return mesh
@@ -166,7 +166,7 @@ def check_initializers(
         raise EngineError(
             f"{missing[0]}: there is no initializer",
             facts={"missing": ", ".join(missing[:10])},
-            why="each new variable needs one",
+            why="the initial value of each new variable comes from its initializer",
             fix="pass an Initializer for each assignment",
         )
 
@@ -175,12 +175,12 @@ def check_initial_value(variable: VariableSpec, shape: Sequence[int], dtype: str
     """Raise an `EngineError` unless an initial value has the shape and element type of its variable."""
     if tuple(shape) != variable.shape or dtype != variable.dtype:
         raise EngineError(
-            f"{variable.path}: its initializer returns an array of another shape or element type",
+            f"{variable.path}: its initializer returns an array with a wrong shape or element type",
             facts={
                 "variable": f"{variable.dtype}{list(variable.shape)}",
                 "returned": f"{dtype}{list(shape)}",
             },
-            why="the initial value of a variable has its shape and element type",
+            why="an initial value must have the shape and element type of the variable",
             fix="make the initializer return an array of that shape and element type",
         )
 
@@ -189,7 +189,7 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
     """Raise an `EngineError` unless a shard has the shape of its index and the variable's element type."""
     if tuple(shape) != compute_block_shape(index) or dtype != variable.dtype:
         raise EngineError(
-            f"{variable.path}: a shard has another shape or element type than planned",
+            f"{variable.path}: a shard was read with a wrong shape or element type",
             facts={
                 "index": index,
                 "shard": f"{variable.dtype}{list(compute_block_shape(index))}",

@@ -32,7 +32,7 @@ class Launcher:
 
 
 def detect_launcher() -> Launcher | None:
-    """Return the launcher of this process, or None. torchrun inside a SLURM step counts as torchrun.
+    """Return the launcher that started this process, or None. torchrun inside a SLURM step counts as torchrun.
 
     Example:
         >>> print(detect_launcher())

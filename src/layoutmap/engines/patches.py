@@ -78,7 +78,7 @@ class AttributePatch:
         self._replaced: list[tuple[object, object]] = []
 
     def install(self) -> None:
-        """Replace the attribute, unless it is replaced."""
+        """Replace the attribute, unless it is already replaced."""
         found = cast(dict[str, object], vars(self._owner)).get(self._name, _INHERITED)
         if all(ours is not found for ours, _ in self._replaced):
             ours = self._make_replacement(getattr(self._owner, self._name) if found is _INHERITED else found)
@@ -97,7 +97,7 @@ class AttributePatch:
 
 
 class ItemPatch:
-    """Replace an item of a dict in which a library looks up hooks."""
+    """Add an item to a dict in which a library looks up hooks."""
 
     def __init__(self, items: MutableMapping[Any, Any], key: object, value: object):
         self._items, self._key, self._value = items, key, value
@@ -112,7 +112,7 @@ class ItemPatch:
 
 
 def make_patch_if_present(owner: object, name: str, wrap: Callable[[Any], Any]) -> Iterator[AttributePatch]:
-    """Yield the patch of a function that keeps its signature, or nothing if the owner lacks the attribute."""
+    """Yield a patch that wraps a function and keeps its signature, or nothing if `owner` lacks the function."""
     if hasattr(owner, name):  # without it, the library itself reports the missing feature, so patch nothing
         yield AttributePatch(owner, name, lambda original: functools.wraps(original)(wrap(original)))
 
@@ -143,18 +143,18 @@ class Patches:
         self._lock = threading.RLock()
 
     def activate(self) -> ClosingContext:
-        """Install the patches while this context is open."""
+        """Return a context manager during which the patches are installed."""
         return _PatchUse(self)
 
     def add_use(self, user: _PatchUse) -> None:
-        """Register a user, and install the patches for the first one."""
+        """Register a use, and install the patches that are not installed."""
         with self._lock:
             self._users.add(user)
             for patch in self._patches:
                 patch.install()
 
     def discard_use(self, user: _PatchUse) -> None:
-        """Unregister a user, and remove the patches after the last one."""
+        """Unregister a use, and remove the patches if no use is left."""
         with self._lock:
             self._users.discard(user)
             if not self._users:
@@ -163,7 +163,7 @@ class Patches:
 
 
 class _PatchUse(ClosingContext):
-    """A use of `Patches` in a `with` block, until the block ends or the use is garbage-collected."""
+    """A use of `Patches` in a `with` block. It ends with the block, or when this object is garbage-collected."""
 
     def __init__(self, patches: Patches):
         self._patches = patches
@@ -199,7 +199,7 @@ def set_temporarily(owner: object, name: str, value: object) -> Generator[None]:
 def wrap_in_context(
     method: Callable[..., Any], make_context: Callable[[], AbstractContextManager[object]]
 ) -> Callable[..., Any]:
-    """Wrap a method so that each call runs in a new context."""
+    """Return a method that runs each call of `method` in a new context."""
 
     @functools.wraps(method)
     def call_in_context(*args: object, **kwargs: object) -> Any:

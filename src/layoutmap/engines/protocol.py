@@ -22,7 +22,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class PlacementWithoutLayout:
-    """The placement of an array that no layout can express.
+    """A description of where an array is stored, if no layout can express it.
 
     Args:
         what: The placement in words, such as `"on CPU:0 alone"`.
@@ -110,15 +110,15 @@ class Engine(Protocol):
         ...
 
     def bind_mesh(self, mesh: Mesh) -> Mesh:
-        """Bind a mesh to this machine: give an abstract mesh devices, and check that named devices exist.
+        """Return a mesh with devices of this machine: an abstract mesh gets devices, and named devices must exist.
 
         Raises:
-            MeshError: The machine has too few devices, or not the ones that are named.
+            MeshError: The machine has too few devices, or lacks a named device.
         """
         ...
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise for a layout that no array of the framework can have on any machine.
+        """Raise an `EngineError` for a layout that no array of the framework can have on any machine.
 
         It uses only the layout, and starts neither devices nor the framework, so that plans can call it.
 
@@ -150,11 +150,11 @@ class Engine(Protocol):
         ...
 
     def get_layout(self, array: Array) -> Layout | None:
-        """Return the layout of an array, or None for other values and arrays without a named mesh."""
+        """Return the layout of an array, or None for values that are no arrays or on no mesh with named dims."""
         ...
 
     def find_placement(self, array: Array, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
-        """Return the exact layout of an array from any program, or its placement if no layout expresses it.
+        """Return the exact layout of any array, or a description of its placement if no layout expresses it.
 
         Args:
             array: The array, or an object that stands for one without values.
@@ -201,7 +201,7 @@ class Engine(Protocol):
         ...
 
     def iterate_shards(self, array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-        """Yield this process's shards, each index once.
+        """Yield the index and the values of each distinct shard of this process.
 
         Args:
             array: The array.
@@ -212,7 +212,7 @@ class Engine(Protocol):
 
     # Copying takes most of a load's time, so values are read into the array's memory (decisions/0127).
     def get_writable_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:
-        """Return writable memory of this process's shards, or an empty sequence if there is none.
+        """Return the index and writable memory of each local shard, or an empty sequence if it is read-only.
 
         Values that are written there are in the array. After writing, the caller must assign the array to itself, so
         that the framework notices the change.
@@ -227,11 +227,11 @@ class Engine(Protocol):
         ...
 
     def relayout(self, array: Array, layout: Layout, *, pad: bool = False) -> Array:
-        """Return the same values in another layout. Unsharded arrays and numpy arrays are accepted, too.
+        """Return the same values in a new layout. Unsharded arrays and numpy arrays are accepted, too.
 
         Raises:
             EngineError: The engine does not support the layout or the element type.
-            LayoutError: The layout does not fit the array's shape. With `pad`, axes need not divide.
+            LayoutError: The layout does not fit the array's shape. With `pad`, shards may be uneven.
             MeshError: The machine does not have the mesh's devices.
         """
         ...
@@ -255,7 +255,7 @@ class Engine(Protocol):
         ...
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[Any]:
-        """Compute operations on unsharded values replicated on a mesh, until the block ends.
+        """Return a context manager in which operations on unsharded values run replicated on a mesh.
 
         Args:
             mesh: The mesh.
@@ -268,7 +268,7 @@ class Engine(Protocol):
         ...
 
     def canonicalize_values(self, values: object) -> NumpyArray:
-        """Convert values to numpy in the engine's dtype, with 32 bits if 64-bit types are disabled.
+        """Convert values to numpy in the dtype of the engine's arrays: 32 bits if 64-bit types are disabled.
 
         Python numbers get the framework's default element type.
 

@@ -44,7 +44,7 @@ def warn_if_untested(package: str) -> None:
     """Warn once per process about a release that the tests do not cover.
 
     Args:
-        package: One of `TESTED`. It is imported, and every name that is probed exists.
+        package: A key of `TESTED`. The package is imported, and every name that is probed exists.
     """
     if _is_tested_release(package):
         return
@@ -88,10 +88,10 @@ class ImportGuard:
 
 
 def check_names_exist(package: str, *owners_and_names: tuple[object, str]) -> None:
-    """Raise an `EngineError` for a release that lacks private names that this library needs.
+    """Raise an `EngineError` if the installed release of a package lacks private names that this library needs.
 
     Args:
-        package: One of `TESTED`.
+        package: A key of `TESTED`.
         owners_and_names: Pairs of a module or class, and names of its attributes with spaces between them. Names of
             a class may be attributes of its instances.
     """
@@ -106,7 +106,7 @@ def check_names_exist(package: str, *owners_and_names: tuple[object, str]) -> No
 
 
 def _has_or_uses_attribute(owner: object, name: str) -> bool:
-    """Return whether an object has an attribute, or a method of it uses an attribute of this name."""
+    """Return whether an object has an attribute, or one of its methods uses an attribute of this name."""
     methods = (each for each in vars(owner).values() if isinstance(each, FunctionType))
     return hasattr(owner, name) or any(name in each.__code__.co_names for each in methods)
 

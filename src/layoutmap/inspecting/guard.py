@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.adapters import Checkpointing, get_model_adapter, require_capability
+from layoutmap.adapters import CheckpointAdapter, get_model_adapter, require_capability
 from layoutmap.core.errors import PlanError, ScopeError
 from layoutmap.core.variables import Kind
 from layoutmap.engines.protocol import Array
@@ -25,7 +25,7 @@ _EXISTS_BEFORE_STEP: Mapping[Kind, bool] = {
     Kind.METRIC: False,
     Kind.LATER: False,
 }
-"""Whether variables of a kind exist before the first step. Others are compared once the plan has them."""
+"""Whether variables of a kind exist before the first step. Other variables are compared once the plan has them."""
 
 
 class Guard:
@@ -42,11 +42,11 @@ class Guard:
         self._num_steps = 0
 
     def __call__(self, model: object = None, optimizer: object = None) -> None:
-        """Count a step, and compare the model if due. A sampler that missed a sync is reported at any step.
+        """Compare the model with the plan if a comparison is due. Raise at any step if a sampler missed a sync.
 
         Args:
-            model: The model as the step has left it, where that is another object: a pytree of JAX.
-            optimizer: Its optimizer's state, likewise.
+            model: The model after the step, if it is a new object: a pytree of JAX. `None`: the model of this guard.
+            optimizer: The new state of the optimizer, likewise.
         """
         self._check_no_missed_sync(self._model if model is None else model)
         if self._num_steps % self._every == 0:
@@ -68,7 +68,7 @@ class Guard:
         )
 
     def check(self, model: object = None, optimizer: object = None) -> None:
-        """Compare now. All processes must call this.
+        """Compare the model with the plan now, and raise if they differ. All processes must call this.
 
         Raises:
             PlanError: The model differs from the plan, or its replicas differ.
@@ -104,14 +104,14 @@ class Guard:
     def hook(self, optimizer: Any) -> Any:
         """Call the guard after each step of a torch optimizer, and return the handle that removes it."""
 
-        def count_step(*_: object) -> None:
+        def call_guard(*_: object) -> None:
             self()
 
-        return optimizer.register_step_post_hook(count_step)
+        return optimizer.register_step_post_hook(call_guard)
 
     def callback(self) -> Any:
         """Return a callback for `fit` of Keras that calls the guard after each batch."""
-        # Import it here, so that programs without Keras can use guards.
+        # Imported here, so that programs without Keras can use guards.
         from layoutmap.adapters.keras.callback import make_batch_callback
 
         return make_batch_callback(self)
@@ -159,5 +159,5 @@ def guard(
 
 
 def _list_model_arrays(tree: object) -> list[Array]:
-    adapter = require_capability(get_model_adapter(tree), Checkpointing, "guard")
+    adapter = require_capability(get_model_adapter(tree), CheckpointAdapter, "guard")
     return [each.array for each in adapter.list_stored_variables(tree)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from layoutmap.adapters import Inspecting, get_model_adapter, require_capability
+from layoutmap.adapters import InspectionAdapter, get_model_adapter, require_capability
 from layoutmap.core.errors import join_names
 from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.layout import Layout
@@ -73,7 +73,7 @@ def inspect(
 
 
 def _inspect_model(model: object, optimizer: object, batch_dim: BatchDim | None, across: bool) -> Plan:
-    adapter = require_capability(get_model_adapter(model), Inspecting, "inspect")
+    adapter = require_capability(get_model_adapter(model), InspectionAdapter, "inspect")
     stored = adapter.describe_variables(model, optimizer)
     engine = get_engine(adapter.engine_name)
     placements = _find_placements([each.array for each in stored], engine)
@@ -115,7 +115,7 @@ def _inspect_model(model: object, optimizer: object, batch_dim: BatchDim | None,
 
 
 def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Placement]:
-    """Return the placement of each array. Match layouts without dim names with the meshes of other arrays."""
+    """Return the placement of each array. Arrays without named mesh dims are matched with other arrays' meshes."""
     placements: list[Placement] = [engine.find_placement(array) for array in arrays]
     meshes = list({placement.mesh: None for placement in placements if isinstance(placement, Layout)})
     return [
@@ -127,7 +127,7 @@ def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Placement]:
 
 
 def _replace_same_mesh(mesh: Mesh, placement: Placement, engine: Engine) -> Placement:
-    """Return a placement on `mesh` if its own mesh has the same devices. Return others unchanged."""
+    """Return a layout with `mesh` in place of a mesh of the same devices. Return any other placement unchanged."""
     own = placement.mesh if isinstance(placement, Layout) else None
     if not isinstance(placement, Layout) or own is mesh or not _is_same_mesh(placement.mesh, mesh, engine):
         return placement
@@ -135,14 +135,14 @@ def _replace_same_mesh(mesh: Mesh, placement: Placement, engine: Engine) -> Plac
 
 
 def _is_same_mesh(one: Mesh, other: Mesh, engine: Engine) -> bool:
-    """Return whether two meshes are equal, or are equal once the one without a list of devices is bound."""
+    """Return whether two meshes have equal dims and devices. A mesh without listed devices is bound to find them."""
     if one == other or one.mesh_dims != other.mesh_dims or None not in (one.devices, other.devices):
         return one == other
     return engine.bind_mesh(one).devices == engine.bind_mesh(other).devices
 
 
 def _find_largest_mesh(placements: Sequence[Placement]) -> Mesh:
-    """Return the largest mesh, and the most used one of several. Without meshes, make one of the devices."""
+    """Return the largest and most used mesh of the placements, or without meshes a mesh of the most used devices."""
     counts = Counter(placement.mesh for placement in placements if isinstance(placement, Layout))
     if counts:
         return max(counts, key=lambda mesh: (mesh.size, len(mesh.mesh_dims), counts[mesh]))
@@ -153,7 +153,7 @@ def _find_largest_mesh(placements: Sequence[Placement]) -> Mesh:
 
 
 def _find_layout_on_mesh(mesh: Mesh, placement: Placement, rank: int, engine: Engine) -> Layout | None:
-    """Return the layout of an array on the plan's mesh, or `None` if it has none there."""
+    """Return an array's layout on the plan's mesh (replicated if all devices store it), or `None` if it has none."""
     if isinstance(placement, Layout):
         if placement.mesh == mesh:
             return placement
@@ -168,7 +168,7 @@ def _find_layout_on_mesh(mesh: Mesh, placement: Placement, rank: int, engine: En
 
 
 def _is_submesh(part: Mesh, mesh: Mesh, engine: Engine) -> bool:
-    """Return whether a mesh is a part of another one, at fixed positions along the dims that it lacks."""
+    """Return whether `part` consists of the devices of `mesh` at fixed positions along the dims that `part` lacks."""
     sizes = mesh.dim_sizes
     if any(sizes.get(name) != number for name, number in part.dim_sizes.items()):
         return False
@@ -191,7 +191,7 @@ def _is_submesh(part: Mesh, mesh: Mesh, engine: Engine) -> bool:
 
 
 def _iterate_placement_problems(placed: PlacedVariable, mesh: Mesh) -> Iterator[Problem]:
-    """Yield problems of a variable that has no layout, is on another mesh, or is sharded unevenly."""
+    """Yield problems of a variable that has no layout, is on a different mesh than the plan, or is uneven."""
     variable, placement, layout = placed.variable, placed.placement, placed.layout
     path, facts = variable.path, (("shape", str(variable.shape)),)
     if isinstance(placement, PlacementWithoutLayout):
@@ -202,11 +202,11 @@ def _iterate_placement_problems(placed: PlacedVariable, mesh: Mesh) -> Iterator[
                 path,
                 f"{path}: {placement.what}",
                 facts,
-                "a plan has only arrays with a layout, which is in equal shards over the named dims of a mesh",
+                "a plan has only arrays that are stored in equal shards over named mesh dims",
                 "shard it evenly over named mesh dims, or look at it with the framework's own tools",
             )
         elif mesh.size > 1 and variable.shape:  # scalars cannot be sharded, so they are not reported
-            why = "the plan counts it as replicated"
+            why = "the plan treats this array as replicated"
             yield Problem("plain", "note", path, f"{path}: {placement.what}", facts, why)
     elif layout is None:
         facts += (
@@ -219,8 +219,8 @@ def _iterate_placement_problems(placed: PlacedVariable, mesh: Mesh) -> Iterator[
         yield Problem("another mesh", "warning", path, f"{path}: it is on another mesh", facts, why, fix)
     elif placement.mesh != mesh:
         rest = ", ".join(name for name in mesh.dim_names if name not in placement.mesh)
-        what = f"{path}: it is on {placement.mesh}, a part of the mesh"
-        why = f"the plan counts it as replicated over {rest}"
+        what = f"{path}: it is only on a part of the mesh, {placement.mesh}"
+        why = f"the plan treats this array as replicated over {rest}"
         yield Problem("another mesh", "note", path, what, facts, why)
     if layout is not None:
         for axis in layout.find_uneven_axes(variable.shape):
@@ -233,7 +233,7 @@ def _iterate_placement_problems(placed: PlacedVariable, mesh: Mesh) -> Iterator[
 
 
 def _get_effective_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
-    """Return the mesh of a layout, and for each axis the dims with more than one device that shard it."""
+    """Return a pair: the mesh of a layout, and for each axis the dims with more than one device that shard the axis."""
     sizes = layout.mesh.dim_sizes
     return layout.mesh, [
         [dim for dim in layout.list_mesh_dims(axis) if sizes[dim] > 1] for axis in range(layout.rank)
@@ -256,7 +256,7 @@ def _add_scope_plan(found: Plan, planned: PlanTable) -> Plan:
             why = "the program has replaced the array after its scope sharded it"
             fix = "give the new array the layout of the scope: lm.dtensor.relayout(array, layout); or change the rule"
             moved_problems.append(
-                Problem("moved", "warning", path, f"{path}: it is in another layout now", facts, why, fix)
+                Problem("moved", "warning", path, f"{path}: its layout has changed", facts, why, fix)
             )
         assignments.append(
             replace(each, layout=same[0].layout, match=same[0].match, global_init=same[0].global_init)

@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from layoutmap.adapters import Training, get_adapter, get_imported_adapter, require_capability
+from layoutmap.adapters import TrainingAdapter, get_adapter, get_imported_adapter, require_capability
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
@@ -42,9 +42,9 @@ from layoutmap.scope.scope import build
 ROUNDINGS = 30
 """The allowed difference between models, as a multiple of the measured effect of rounding."""
 _EPSILON = 1e-7  # relative rounding error of float32
-_NUM_DRAWS = 3  # with a single draw of rounding errors, a value may remain equal by chance
+_NUM_DRAWS = 3  # draw rounding errors several times, because with one draw a value may remain equal by chance
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)  # devices may flush smaller numbers to 0, so avoid these
-_LARGEST_ROUNDING = 1e-2  # a larger difference has another cause than rounding
+_LARGEST_ROUNDING = 1e-2  # a larger difference has a different cause than rounding
 _SIGNIFICANT = 1e3  # a gradient more than this many times larger than its rounding error is significant
 
 
@@ -80,7 +80,7 @@ class ParityRow:
         return not self.agrees and self.difference <= self.tolerance * self.largest_scale
 
     def scale_to_rounding(self, rounding: float, times: float = ROUNDINGS) -> ParityRow:
-        """Return a row with an error scaled so that `times` times the effect of rounding is the tolerance.
+        """Return the row with its error scaled, so that `times` times the effect of rounding is within the tolerance.
 
         Args:
             rounding: How much one rounding error in all numbers changes the unsharded model's values.
@@ -93,7 +93,7 @@ class ParityRow:
 
     @property
     def agrees(self) -> bool:
-        """Whether the error is within the tolerance. A `nan` is not."""
+        """Whether the error is within the tolerance. An error of `nan` is not."""
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
@@ -203,7 +203,7 @@ def check_parity(
     """
     check_model_function(make_model, layout_map, "check_parity")
     found = get_adapter(library) if library else get_imported_adapter()
-    adapter = require_capability(found, Training, "check_parity")
+    adapter = require_capability(found, TrainingAdapter, "check_parity")
 
     def make_unsharded() -> Any:
         adapter.set_seed(seed)
@@ -252,8 +252,10 @@ def check_parity(
     return report
 
 
-def make_unsharded_model(adapter: Training, make_model: Callable[[], object], layout_map: LayoutMap) -> Any:
-    """Return a new unsharded model on one device of the mesh's type."""
+def make_unsharded_model(
+    adapter: TrainingAdapter, make_model: Callable[[], object], layout_map: LayoutMap
+) -> Any:
+    """Build the model unsharded, on one device of the type that the mesh has, and return it."""
     assert layout_map.mesh is not None  # a map without a mesh builds no model
     return adapter.make_on_one_device(make_model, get_engine(adapter.engine_name).bind_mesh(layout_map.mesh))
 
@@ -261,7 +263,7 @@ def make_unsharded_model(adapter: Training, make_model: Callable[[], object], la
 # The effect of rounding depends on the model, so measure it with a second unsharded model whose values are changed by
 # one rounding error each (decisions/0008).
 def compare_with_rounding_errors(
-    adapter: Training,
+    adapter: TrainingAdapter,
     model: Any,
     perturbed_model: Any,
     batch: Any,
@@ -271,7 +273,7 @@ def compare_with_rounding_errors(
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
     seed: int = 0,
 ) -> ParityReport:
-    """Compare two equal models after changing the variables and the batch of one by one rounding error.
+    """Compare two equal models after changing each number of the second model and its batch by one rounding error.
 
     Args:
         adapter: Adapter of the models.
@@ -312,7 +314,7 @@ def scale_rows_to_rounding(
 
 
 def _iterate_positioned_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], ParityRow]]:
-    # Match rows by position, because unnamed layers have other names in each build.
+    # Match rows by position, because unnamed layers have different names in each build.
     counts = Counter[str]()
     for row in rows:
         yield (row.stage, counts[row.stage]), row
@@ -320,7 +322,7 @@ def _iterate_positioned_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[
 
 
 def compare_models(
-    adapter: Training,
+    adapter: TrainingAdapter,
     unsharded: Any,
     sharded: Any,
     batch: Any,
@@ -346,7 +348,7 @@ def compare_models(
     losses: list[tuple[float, float]] = []
     missing: list[str] = []
     rounding: dict[str, npt.NDArray[np.bool_]] = {}
-    # Match variables by order, because unnamed layers have other names in each build.
+    # Match variables by order, because unnamed layers have different names in each build.
     known = None if left_out is None else list(left_out.values())
     batches = batch, batch if other_batch is None else other_batch
     rows = tuple(
@@ -357,9 +359,9 @@ def compare_models(
     return ParityReport(rows, tuple(losses), tuple(missing), rounding)
 
 
-def _check_no_shared_variables(adapter: Training, unsharded: object, sharded: object) -> None:
+def _check_no_shared_variables(adapter: TrainingAdapter, unsharded: object, sharded: object) -> None:
     """Raise if both models share variables, because the model would be compared with itself."""
-    # Keep both alive, because the ids of deleted objects may be reused.
+    # Keep both mappings alive, because the ids of deleted variables may be reused.
     ours, theirs = adapter.variables(sharded), adapter.variables(unsharded)
     laid_out = {id(variable) for variable in ours.values()}
     shared = [path for path, variable in theirs.items() if unsharded is sharded or id(variable) in laid_out]
@@ -372,9 +374,9 @@ def _check_no_shared_variables(adapter: Training, unsharded: object, sharded: ob
         )
 
 
-# Adam turns the rounding of a zero gradient into a full step, so skip such elements (decisions/0008).
+# Adam turns the rounding error of a zero gradient into a full step, so leave out such elements (decisions/0008).
 def _compare_stages(
-    adapter: Training,
+    adapter: TrainingAdapter,
     unsharded: object,
     sharded: object,
     batches: tuple[object, object],
@@ -457,7 +459,7 @@ def _make_name_sort_key(name: str) -> tuple[str, list[int]]:
 
 
 def compare_variables(
-    adapter: Training,
+    adapter: TrainingAdapter,
     stage: str,
     unsharded: object,
     sharded: object,
@@ -471,7 +473,7 @@ def compare_variables(
         raise ParityError(
             "the two builds created different variables",
             facts={"unsharded": f"{len(theirs)} variables", "sharded": f"{len(ours)} variables"},
-            why="make_model() did not create the same model twice",
+            why="make_model() did not create the same variables twice",
             fix="let make_model() depend only on the random seed",
         )
     for (path, variable), unsharded_variable in zip(ours.items(), theirs.values(), strict=True):
@@ -486,7 +488,7 @@ def compare_variables(
 def _find_rounding_mask(
     path: str, shape: tuple[int, ...], rounding: Mapping[str, npt.NDArray[np.bool_]]
 ) -> npt.NDArray[np.bool_] | None:
-    """Return a mask of the elements of a weight or slot with only rounding error as gradient, or None."""
+    """Return a mask of a variable's elements with only rounding error as gradient, or None if there are none."""
     found = rounding.get(path)
     if found is None:
         found = next((m for weight, m in rounding.items() if path.startswith(f"optimizer.{weight}.")), None)
@@ -494,13 +496,13 @@ def _find_rounding_mask(
 
 
 def _can_be_rounding(expected: NumpyArray, actual: NumpyArray, largest: float) -> bool:
-    """Return whether a gradient is so small that all of it may be rounding error of the model's largest one."""
+    """Return whether a gradient is so small that all of it may be rounding error of the model's largest gradient."""
     size = max(float(np.max(np.abs(each), initial=0.0)) for each in (expected, actual))
     return 0 < size < 10 * _EPSILON * largest
 
 
 def _compute_perturbed_gradients(
-    adapter: Training, model: Any, batch: object, tolerance: float
+    adapter: TrainingAdapter, model: Any, batch: object, tolerance: float
 ) -> Mapping[str, Any]:
     """Return the gradients after changing the model's values by one rounding error, and restore the values."""
     # A forward pass may update variables such as moving averages, so restore all of them.
@@ -565,12 +567,12 @@ def _compare_arrays(
 
 
 def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
-    """Return the factor between two arrays if they are proportional, otherwise None."""
+    """Return the factor between two proportional arrays, or None if they are not proportional or the factor is 1."""
     if expected.shape != actual.shape or not np.any(expected):
         return None
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
     factor = float(np.vdot(a, b) / np.vdot(a, a))
-    # A factor of 1 means that the difference has another cause.
+    # A factor of 1 means that the difference has a different cause, so return none.
     if math.isclose(factor, 1, abs_tol=10 * tolerance):
         return None
     return factor if np.max(np.abs(a * factor - b)) <= 10 * tolerance * np.max(np.abs(b)) else None
@@ -593,7 +595,7 @@ def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
         return "initial values must be equal bit for bit, but the models used different seeds or initializers"
     if _is_likely_rounding(row):
         return (
-            "sums over a mesh add numbers in another order, and some models magnify the rounding, such as those that "
+            "sums over a mesh add numbers in a different order, and some models magnify the rounding, as those that "
             "normalize by few values; or an operation is slightly wrong"
         )
     if row.stage == "forward":
@@ -601,7 +603,7 @@ def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
     if mesh is not None and row.factor is not None and (dims := _find_dims_of_factor(mesh, row.factor)):
         return (
             f"the outputs were equal and each element of this gradient is {row.factor:.3g} times the unsharded one, "
-            f"the size of the mesh in {dims}: a sum over the mesh adds equal copies of the devices"
+            f"the size of the mesh in {dims}: a sum over the mesh adds equal copies"
         )
     if row.stage in ("gradient", "loss"):
         return "the outputs were equal and the gradients are not: a reduction over the mesh is missing or doubled"
@@ -609,7 +611,7 @@ def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
 
 
 def _find_dims_of_factor(mesh: Mesh, factor: float) -> str:
-    """Return the fewest mesh dims with a product of sizes equal to a factor or its inverse, or an empty string."""
+    """Return the fewest mesh dims, as text, with sizes that multiply to a factor or its inverse, or an empty string."""
     names = [name for name in mesh.dim_names if mesh.dim_size(name) > 1]
     for number in range(1, len(names) + 1):
         for some in combinations(names, number):

@@ -96,18 +96,18 @@ def find_replica_differences(
 def _iterate_shard_checksums(
     placed: PlacedVariable, engine: Engine, name_device_shards: Callable[[Layout], Mapping[str, str]]
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield the shards on this process's devices: the device, the shard's name, and a checksum."""
+    """Yield for each device of this process: the device, the name of its shard, and a checksum of the shard."""
     layout = placed.layout
     if layout is None:
         return
     shard_names = name_device_shards(layout)
     for device, values in engine.iterate_device_values(placed.array):
-        # An unsharded array may be on a device outside the mesh, which has no shard name.
+        # Use no name for an unsharded array, because it may be on a device outside the mesh.
         yield device, shard_names[device] if shard_names else "", compute_checksum(values)
 
 
 def _iterate_drifted_replicas(path: str, shards: Sequence[Sequence[Any]]) -> Iterator[Problem]:
-    """Yield a problem if devices with the same shard of a variable have other values, as checksums show."""
+    """Yield a problem if devices that store the same shard of a variable have different checksums of it."""
     by_shard: dict[str, dict[int, list[str]]] = {}
     for device, shard, checksum in shards:
         by_shard.setdefault(shard, {}).setdefault(checksum, []).append(device)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from layoutmap.adapters import Training
+from layoutmap.adapters import TrainingAdapter
 from layoutmap.core.blocks import NumpyArray
 
 _COARSE_STEPS = {"float16": 2**-10, "bfloat16": 2**-7}
@@ -15,7 +15,9 @@ _ROUNDINGS_OF_TOLERANCE = 1e-5 / 2**-23
 """The default tolerance, divided by the rounding error of float32."""
 
 
-def perturb_variables(adapter: Training, model: Any, signs: np.random.Generator, tolerance: float) -> None:
+def perturb_variables(
+    adapter: TrainingAdapter, model: Any, signs: np.random.Generator, tolerance: float
+) -> None:
     """Change each floating-point variable of a model by one rounding error per element.
 
     Args:

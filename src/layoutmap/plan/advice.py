@@ -1,4 +1,4 @@
-"""Describe a change of a plan that reduces the memory per device, with the counted bytes."""
+"""Describe a change of a plan that reduces the memory per device, with the bytes that are then needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Advice:
         python: The change in Python: arguments of `lm.plan` and of the layout map.
         command: The change on the command line: options, then lines for a rules file; empty: not possible.
         needed_bytes: The memory that each device needs with the change.
-        step: The duration of a training step with the change, as text; empty: not counted.
+        step: The duration of a training step with the change, as text; empty: unknown.
     """
 
     what: str

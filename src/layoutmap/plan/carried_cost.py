@@ -1,4 +1,4 @@
-"""Define the cost of a training step as plans use it, and import the package that counts it.
+"""Define the cost of a training step as plans use it, and import the package that computes it.
 
 `layoutmap.cost` is a package above plans and scopes, so that both can be understood without it. It is imported only if
 a plan has a cost, or a cost is requested.
@@ -59,12 +59,12 @@ class PlanCost(Protocol):
 
     @property
     def tried(self) -> tuple[Advice, ...]:
-        """Changes of the plan that reduce the memory, which are counted if the step does not fit into memory."""
+        """Changes of the plan that need less memory, with their computed costs, or () if the plan itself fits."""
         ...
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """The names of changes of the plan that were not counted, because counting takes too long."""
+        """The names of changes of the plan with unknown cost, because computing it would take too long."""
         ...
 
     @property
@@ -98,11 +98,11 @@ class PlanCost(Protocol):
         ...
 
     def on_memory(self, num_bytes: int) -> Self:
-        """Return this cost on a machine with another memory size of its devices."""
+        """Return the cost of the same step on a machine with devices that have this much memory."""
         ...
 
     def mark_weight_collectives(self, paths: frozenset[str]) -> Self:
-        """Return this cost with the collectives of the weights at these paths told apart from those of activations."""
+        """Return this cost with the collectives of the weights at these paths marked, to tell them from activations."""
         ...
 
     def describe_collectives(self, paths: Iterable[str]) -> list[str]:
@@ -119,5 +119,5 @@ class PlanCost(Protocol):
 
 
 def load_cost_package() -> Any:
-    """Return the module `layoutmap.cost.entry` with the functions for lower packages, imported on the first call."""
+    """Import and return `layoutmap.cost.entry`, the module with the functions of `layoutmap.cost` that plans call."""
     return import_module("layoutmap.cost.entry")

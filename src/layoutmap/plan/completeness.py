@@ -37,7 +37,7 @@ def make_unbuilt_problem(model: str, layers: Sequence[str], *, called: bool) -> 
 
 
 def find_unbuilt_problem(plan: PlanTable) -> Problem | None:
-    """Return the problem that the plan lacks weights of unbuilt layers, or None if it is complete.
+    """Return the problem that the plan lacks weights of unbuilt layers, or None if the plan is complete.
 
     A plan without any weight is always incomplete, because a check of it in CI would pass for every model.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from layoutmap.core.errors import format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import Match
-from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_at_numbers
 from layoutmap.core.text_table import format_bytes, format_html_table, format_table
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_variable_names
 from layoutmap.plan.carried_cost import load_cost_package
@@ -26,7 +26,7 @@ class Change:
         path: The path of the variable or layer; `""` for the mesh. If the plans have several models, the name of the
             model precedes the path of a variable: `teacher: d1.kernel`.
         what: The kind of difference: `"added"`, `"removed"`, `"shape"`, `"dtype"`, `"kind"`, `"memory"`, `"layout"`,
-            `"mesh"`, `"output"` (the layout of a layer's output), or `"held"` (the place of an array without a layout).
+            `"mesh"`, `"output"` (the layout of a layer's output), or `"held"` (where an array without a layout is).
         before: The value in the first plan; empty if it lacks the variable or layer.
         after: The value in the second plan; empty if it lacks the variable or layer.
         weight: The path of the weight, if an optimizer's slot changes in the same way as its weight; else empty.
@@ -46,7 +46,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanDiff:
-    """Differences of two plans. Its truth value is whether there are any.
+    """Store the differences of two plans. A `PlanDiff` without differences is false in a condition.
 
     Rules and device names are not compared. The cost of a step is shown, but is no difference, because it follows from
     the layouts.
@@ -87,12 +87,12 @@ class PlanDiff:
 
     @property
     def costs(self) -> list[tuple[str, str, str]]:
-        """Rows of a name and a value before and after, for the values of a step's cost that differ."""
+        """A row for each value of a step's cost that differs: its name, and its text in the first and second plan."""
         before, after = self.before.cost, self.after.cost
         if before is None or after is None:
             return []
-        figures = load_cost_package().format_figures
-        old, new = figures(before), figures(after)
+        format_costs = load_cost_package().format_costs_by_name
+        old, new = format_costs(before), format_costs(after)
         rows = [(what, old.get(what, "-"), new.get(what, "-")) for what in dict.fromkeys((*old, *new))]
         return [row for row in rows if row[1] != row[2]]
 
@@ -117,7 +117,7 @@ class PlanDiff:
 
     @property
     def grouped_changes(self) -> list[tuple[int, Change]]:
-        """The changes, with equal changes of repeated blocks and slots merged, each after the number of merged ones."""
+        """Pairs of a number and a change that stands for this number of equal changes of repeated blocks or slots."""
         groups: dict[object, list[Change]] = {}
         for change in self.changes:
             slot = change.path.rpartition(f"{change.weight}.")[2] if change.weight else ""
@@ -138,7 +138,7 @@ def _merge_change_group(group: list[Change]) -> Change:
         others = len({(change.before, change.after) for change in group}) - 1
         more = f", and {format_count(others, 'other')}" if others else ""
         return Change(f"optimizer.*.{slot}", first.what, "", f"as its weight: {first.text}{more}", "*")
-    return replace(first, path=merge_paths([change.path for change in group]))
+    return replace(first, path=format_merged_paths([change.path for change in group]))
 
 
 def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
@@ -174,7 +174,7 @@ def _diff_variables(
             ("dtype", was.dtype, now.dtype),
             ("kind", was.kind, now.kind),
             ("memory", old.layout.host_memory or "device", new.layout.host_memory or "device"),
-            # Compare specs only: a different mesh is one change, not one per variable.
+            # A different mesh is one change and not one per variable, so compare only the specs of the layouts.
             ("layout", old.layout.sharding_specs, new.layout.sharding_specs),
         ):
             if a != b:

@@ -11,7 +11,7 @@
 
 Each variable has a line of its own, so that a version control system shows the changed variables. Fields with their
 default value are left out, such as the kind of a weight. If a variable does not have the layout of its rule, because an
-axis does not divide evenly, `asked` is the layout of the rule. `memory` is the host memory of a variable, and
+axis cannot be split evenly, `asked` is the layout of the rule. `memory` is the host memory of a variable, and
 `rule_memory` the memory that its rule names. The file does not say which devices of the mesh are this process's.
 
 The cost of a step is in `cost` (see `layoutmap.cost.json`). The verdict is written for readers of the file only,
@@ -112,7 +112,9 @@ def plan_from_json(text: str) -> PlanTable:
     version = cast("dict[str, Any]", data).get("version")
     if type(version) is not int or version not in range(1, VERSION + 1):
         why = f"this layoutmap reads versions 1 to {VERSION}"
-        raise make_file_error(f"version {shorten_repr(version)}", why, "write it again with this layoutmap")
+        raise make_file_error(
+            f"version {shorten_repr(version)} is not known", why, "write it again with this layoutmap"
+        )
     top = convert_json(cast("Any", data), _PlanJson)
     mesh = _read_mesh(top.mesh)
     plan = PlanTable(
@@ -175,7 +177,7 @@ def compute_fingerprint(plan: PlanTable) -> str:
 
 
 def _make_sort_key(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a sort key for a row, because its specs can be None, text, or tuples, which Python cannot order."""
+    """Return a sort key for a row that ends in specs. Python cannot order their types, so write them as JSON."""
     return *row[:-1], _dump_json(row[-1])
 
 
@@ -432,7 +434,7 @@ def _read_variable(fields: _VariableJson, where: str, mesh: Mesh) -> Assignment:
 
 def _read_activation(fields: _ActivationJson, where: str, mesh: Mesh) -> Match:
     if fields.rule is msgspec.UNSET:
-        raise make_file_error(f"{where} has no 'rule'", "every plan has one")
+        raise make_file_error(f"{where} has no 'rule'", "every entry of 'activations' has one")
     layout = None if fields.layout is None else _read_layout(fields.layout, f"{where}.layout", mesh)
     return _read_match(fields, where, mesh, layout)
 
@@ -442,7 +444,7 @@ def _read_match(fields: _MatchJson, where: str, mesh: Mesh, layout: Layout | Non
     if isinstance(fields.rule, tuple):
         asked = layout if fields.asked is None else _read_layout(fields.asked, f"{where}.asked", mesh)
         if asked is None:
-            raise make_file_error(f"{where} has no 'layout'", "every plan has one")
+            raise make_file_error(f"{where} has no 'layout'", "every entry with a rule has one")
         rule = Rule(*fields.rule, asked.replace_memory(fields.rule_memory), fields.uneven)
     others = tuple(
         Rule(r.number, r.pattern, _read_layout(r.layout, f"{where}.others[{i}][2]", mesh, r.memory), r.uneven)

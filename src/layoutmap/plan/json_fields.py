@@ -17,7 +17,7 @@ MAX_COUNT = 2**63 - 1
 T = TypeVar("T")
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
-Figure = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 _MESSAGE = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _WANTED = (  # patterns in messages of msgspec, each with the expected value to report
@@ -64,12 +64,12 @@ def load_json_without_repeated_keys(text: str) -> Any:
 
     try:
         data = json.loads(text, object_pairs_hook=make_dict_and_note_repeated_key)
-        places = [(_find_json_path(data, found, "plan"), key) for found, key in repeated_keys]
+        repeated = [(_find_json_path(data, found, "plan"), key) for found, key in repeated_keys]
     except (ValueError, TypeError) as error:
         raise make_file_error("the file is not JSON", str(error)) from error
     except RecursionError:
         raise make_file_error("the file is not the JSON of a plan", "it is nested too deeply") from None
-    for where, key in places:
+    for where, key in repeated:
         if where:
             why = "one key has one value"
             raise make_file_error(f"{where}: key {key!r} appears twice", why, "delete one of the two")
@@ -89,7 +89,7 @@ def convert_json(data: Any, target_type: type[T], where: str = "") -> T:
     """
     try:
         return msgspec.convert(data, target_type)
-    except UnicodeEncodeError as error:  # msgspec encodes keys and texts for its messages, which can fail
+    except UnicodeEncodeError as error:  # msgspec fails to encode a key or text with an unpaired surrogate
         found = shorten_repr(error.object)
         raise make_file_error(
             f"{where or 'plan'}: {found} is not text",
@@ -105,15 +105,15 @@ def convert_json(data: Any, target_type: type[T], where: str = "") -> T:
 
 
 def convert_json_values(data: dict[str, Any], target_type: Any, where: str) -> dict[str, Any]:
-    """Return an object with arbitrary keys and its values as a type. Errors name the key, which msgspec omits."""
+    """Convert the values of a JSON object to a type, and return them by key. Errors name the key, unlike msgspec's."""
     return {name: convert_json(value, target_type, f"{where}.{name}") for name, value in data.items()}
 
 
 def _make_conversion_error(what: str, where: str, value: Any) -> PlanError:
-    """Return the plan error for a message of msgspec about the value at a position."""
+    """Return, but do not raise, the plan error for a value that msgspec refused with the message `what`."""
     field = re.search("field `(.*)`", what)
     if field and "missing" in what:
-        return make_file_error(f"{where} has no {field[1]!r}", "every plan has one")
+        return make_file_error(f"{where} has no {field[1]!r}", "this field is required")
     if field:
         kinds = PlanObject.__subclasses__()
         kinds += [each for kind in kinds for each in kind.__subclasses__()]

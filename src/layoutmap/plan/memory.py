@@ -1,11 +1,11 @@
-"""Count the bytes of variables on a device, and the savings if replicated ones were sharded."""
+"""Compute the bytes of variables on a device, and the savings from sharding those that are replicated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_at_numbers
 from layoutmap.core.text_table import format_bytes, format_table
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint import make_layout_suggestions
@@ -21,7 +21,7 @@ class ShardableVariable:
     Args:
         assignment: The variable with its planned layout.
         axis: The axis that could be sharded.
-        dim: The mesh dim that divides the axis.
+        dim: The mesh dim over which it could be sharded.
         saved_bytes: The memory that each device would save.
     """
 
@@ -38,7 +38,7 @@ class ShardableRow:
     Args:
         path: Their merged paths.
         axis: The axis that could be sharded.
-        dim: The mesh dim that divides the axis.
+        dim: The mesh dim over which it could be sharded.
         saved_bytes: The memory that each device would save if all of them were sharded.
         assignments: The variables.
     """
@@ -80,14 +80,14 @@ class Memory:
 
     @property
     def rows(self) -> list[ShardableRow]:
-        """The replicated variables that could be sharded, with repeated blocks in one row, largest saving first."""
+        """The replicated variables that could be sharded, largest saving first. Repeated blocks share a row."""
         groups: dict[object, list[ShardableVariable]] = {}
         for each in self.could_be_sharded:
             v = each.assignment.variable
             groups.setdefault((v.model, split_at_numbers(v.path), v.shape, v.dtype), []).append(each)
         rows = [
             ShardableRow(
-                merge_paths([each.assignment.variable.path for each in group]),
+                format_merged_paths([each.assignment.variable.path for each in group]),
                 group[0].axis,
                 group[0].dim,
                 sum(each.saved_bytes for each in group),

@@ -188,7 +188,7 @@ class _PlanBuilder:
         return self._done[key]
 
     def _find_layout(self, variable: VariableSpec) -> tuple[Layout, Match | None, UnevenSetting]:
-        """Return the layout that a variable should have, its match (None: rules do not apply), and `uneven` setting."""
+        """Return the requested layout of a variable, its match (None: rules do not apply), and its `uneven` setting."""
         if variable.key in self.existing_layouts:
             return self.existing_layouts[variable.key], None, "pad"
         if variable.is_derived:
@@ -211,11 +211,11 @@ class _PlanBuilder:
         return self._replicated[rank]
 
     def _match_rules(self, variable: VariableSpec) -> Match:
-        """Return the match of all paths of a variable: the rule that comes first in the map wins."""
+        """Return the match of a variable. If its paths match different rules, the first of these in the map wins."""
         names = [path for path in variable.aliases if is_keras_rule(path)]
         matching = {path: self.layout_map.matching_rules(path) for path in _list_object_paths(variable)}
         named = [rule for name in names for rule in self.layout_map.matching_rules(name)]
-        if named:  # messages show object paths, so count the rules for the Keras name as rules for the path
+        if named:  # messages show object paths, so treat rules for the Keras name as rules for the path
             exact = {variable.path, *names}
             matching[variable.path] = sorted(
                 (*matching[variable.path], *named), key=lambda r: (r.pattern not in exact, r.number)
@@ -238,7 +238,7 @@ class _PlanBuilder:
         return Match(variable.path, rule, tuple(others[n] for n in sorted(others)))
 
     def _match_rules_beyond_parent(self, variable: VariableSpec) -> Match | None:
-        """Return the match of a derived variable with the rules that do not match its parent, or None without one.
+        """Return the match of a derived variable with rules that do not match its parent, or None if there are none.
 
         A rule for kernels, such as `fc.*kernel`, also matches the scale of a kernel, but is not meant for it. So the
         scale gets the layout of its parent.
@@ -254,14 +254,14 @@ class _PlanBuilder:
         return Match(variable.path, first, tuple(others))
 
     def _inherit_layout(self, variable: VariableSpec) -> tuple[Layout, None, UnevenSetting]:
-        """Return the layout that a derived variable gets from its parent, None as the match, and `uneven` setting."""
+        """Return the layout that a derived variable gets from its parent, None (no match), and its `uneven` setting."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
         replicated = self._get_replicated_layout(len(variable.shape))
         if parent is not None and not parent.is_packed:
             assignment = self._assign_layout(parent)
             layout, shape = assignment.layout, parent.shape
             uneven = _PAD_OR_SHRINK if assignment.is_padded else "shrink"
-        else:  # the model has only derived variables of the parent, such as its packed form, so apply its rule
+        else:  # the model lacks the parent, and has for example only its packed form, so apply the parent's rule
             rule = next(iter(self._find_parent_rules(variable)), None)
             if rule is None:
                 return replicated, None, "error"

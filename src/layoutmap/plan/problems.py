@@ -9,7 +9,7 @@ from typing import Literal
 from layoutmap.core.errors import format_message
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.old_names import DeprecatedAlias
-from layoutmap.core.paths import format_path_regex_source, merge_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, format_path_regex_source, split_at_numbers
 
 Severity = Literal["error", "warning", "note"]
 RULE_KINDS = ("unused rule", "shadowed rule")
@@ -68,7 +68,7 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     """
     groups: dict[object, list[Problem]] = {}
     for p in problems:
-        # The fix contains a pattern with the block number, so problems of repeated blocks differ in it: leave it out.
+        # The fix contains the block number, so the fixes of repeated blocks differ: leave the fix out of the key.
         subject = p.subject if p.kind in RULE_KINDS else split_at_numbers(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)
@@ -78,7 +78,7 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
             merged.append((first, (first,)))
             continue
         subjects = [first.subject, *(p.subject for p in rest)]
-        new = merge_paths(subjects)
+        new = format_merged_paths(subjects)
         fix = first.fix.replace(format_path_regex_source(subjects[:1]), format_path_regex_source(subjects))
         head = f"{first.model}: " if first.model else ""
         what = head + first.what.removeprefix(head).replace(first.subject, new, 1)

@@ -101,7 +101,7 @@ def find_unused_rule_problems(
 
 
 def _find_intended_paths(pattern: str, nearest: str, paths: Sequence[str]) -> Sequence[str]:
-    """Return the nearest path of a mistyped pattern, and if the pattern has no number, its path in all blocks."""
+    """Return the path nearest to a mistyped pattern, and if the pattern has no number, this path in all blocks."""
     if re.search(r"\d", pattern.replace(r"\d", "")):
         return [nearest]
     parts = split_at_numbers(nearest)
@@ -109,7 +109,7 @@ def _find_intended_paths(pattern: str, nearest: str, paths: Sequence[str]) -> Se
 
 
 def _find_patterns_matching_inside(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
-    """Return the patterns that match a part of a path, which need not be at its start."""
+    """Return the patterns that match anywhere in one of the paths, not only from its start."""
     listed, found = list(patterns), set[str]()
     index = RuleIndex(map(re.compile, listed), matches_anywhere=True)
     for path in paths if listed else ():
@@ -142,7 +142,7 @@ def _get_nearest_path(rule: Problem) -> str:
 
 
 def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:
-    """Yield the problems of a plan. The fixes for variables without a rule of their rank get the rule to write."""
+    """Yield the problems of a plan. If a variable has no rule that fits its rank, its fix gets the rule to write."""
     by_path = {(a.variable.model, a.variable.path): a for a in plan.assignments}
     models = {a.variable.model for a in plan.assignments}
     wanted: dict[int, Assignment] = {}

@@ -10,7 +10,7 @@ from layoutmap.core.errors import join_names
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.problems import Problem
 
-_MAX_UNREPORTED = 1024  # replicated slots with more elements are reported
+_MAX_UNREPORTED = 1024  # a replicated slot with more elements gets a warning, because it takes much memory
 SLOTS = re.compile(r"optimizer(\\?\.|$)")
 """Regex for the patterns of rules that are meant for slots: they start with `optimizer.`, unlike `optimizer_net`."""
 NO_RULES = (
@@ -21,12 +21,12 @@ NO_RULES = (
 
 
 def is_sharded_by_zero(variable: VariableSpec) -> bool:
-    """Return whether `zero_dim` applies to a variable, because it is a slot of a weight or another large slot."""
+    """Return whether a variable is a slot that `zero_dim` shards: it belongs to a weight, or has many elements."""
     return variable.kind is Kind.SLOT and (variable.is_derived or math.prod(variable.shape) > _MAX_UNREPORTED)
 
 
 def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
-    """Yield a problem if a variable is a slot with several elements, and none of its axes is one of a weight."""
+    """Yield a problem if a variable is a slot with several elements, and none of its axes is an axis of a weight."""
     num_elements = math.prod(variable.shape)
     follows = variable.is_derived and (variable.axes is None or any(variable.axes))
     if variable.kind is not Kind.SLOT or num_elements < 2 or follows:
@@ -36,10 +36,10 @@ def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
         "loose slot",
         "warning" if num_elements > _MAX_UNREPORTED else "note",
         variable.path,
-        f"{variable.path}: none of its axes is one of a weight, so it does not get the layout of a weight",
+        f"{variable.path}: none of its axes is an axis of a weight, so it does not get the layout of a weight",
         (("shape", str(variable.shape)), ("bytes", f"{variable.global_bytes:,}")),
         why if variable.is_derived else "its path contains no weight's path",
-        "keep what belongs to a weight under the weight's path in the state; or zero_dim= shards it, too",
+        "store it under the path of its weight in the optimizer's state, or pass zero_dim= to shard it, too",
     )
 
 
@@ -57,5 +57,5 @@ def make_zero_note(assignments: Sequence[Assignment], dim: str) -> Problem:
         dim,
         f"{len(slots) - len(rest)} of {len(slots)} slots are sharded over {dim} (ZeRO-1)",
         (("as their weights", join_names(rest)),),
-        f"zero_dim={dim!r}: slots are sharded further than their weights, along the first axis that divides",
+        f"zero_dim={dim!r}: slots are sharded further than their weights, along the first axis that splits evenly",
     )

@@ -55,7 +55,7 @@ def _group_weights(plan: PlanTable) -> list[Group]:
 
 
 def _group_ruled_variables(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Group]:
-    """Return the weights and states that may need rules in groups of equal keys, without derived ones and scalars."""
+    """Return the weights and states that may need rules, without derived variables and scalars, grouped by a key."""
     found: dict[object, list[Assignment]] = {}
     for a in plan.assignments:
         v = a.variable
@@ -65,7 +65,7 @@ def _group_ruled_variables(plan: PlanTable, key: Callable[[VariableSpec], object
 
 
 def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, ...]) -> RuleSet | None:
-    """Return the rules of a preset that determine a layout, or None if they do not fit even if axes are shrunk."""
+    """Return the rules of a preset that match, or None if a layout does not fit, even with `uneven="shrink"`."""
     over = (None, dim) if dim in batch_dims else (dim, None)
     fields = presets.read_preset(name, plan.mesh, *over)
     uneven, variables = dict(fields.uneven_rules), [a.variable for a in plan.assignments]
@@ -163,7 +163,7 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
 
 
 def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the parts of a pattern that matches some variables of a group and no variable outside of it."""
+    """Return the parts of a pattern that matches some variables of a group and no variable outside of the group."""
     of_group = {a.variable.path for a in group}
     unwanted = [path for path, owner in owners.items() if owner not in of_group]
     return find_whole_path_pattern_parts(_list_similar_paths(members), _list_similar_paths(group), unwanted)
@@ -240,7 +240,7 @@ class _ReasonWriter:
         return "replicated" + (self._describe_uneven(shape, axes, w) or ", as the inputs of its layer are")
 
     def _describe_uneven(self, shape: Sequence[int], axes: Sequence[int], w: Weight | None = None) -> str:
-        """Return text about sizes of axes, or numbers of heads, that the mesh dim does not divide, or ""."""
+        """Return text about axes or numbers of heads that the mesh dim does not divide, or "" if it divides all."""
         unit = (
             w.use.head_size or 1 if w is not None and (id(w) in self._parts or is_attention_output(w)) else 1
         )

@@ -134,7 +134,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @property
     def largest_global_init(self) -> Assignment | None:
-        """The largest variable that one device must initialize unsharded, or None."""
+        """The largest variable that one device must initialize unsharded, or None if there is no such variable."""
         found = [a for a in self.assignments if a.global_init]
         return max(found, key=lambda a: a.variable.global_bytes, default=None)
 

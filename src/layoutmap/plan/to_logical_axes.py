@@ -21,7 +21,7 @@ Rules = list[tuple[str, str | Dims | None]]
 
 
 def make_logical_rules(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rules]:
-    """Return the axis names of each variable by path, and the rules with which they give the layouts of a plan.
+    """Return the axis names of each variable by path, and the rules with which the names give the plan's layouts.
 
     Args:
         plan: The plan.
@@ -55,7 +55,7 @@ def _list_axis_dims(layout: Layout) -> list[Dims]:
 
 
 def _name_axes(layouts: Mapping[str, Layout]) -> tuple[dict[str, Names], Rules]:
-    """Return axis names by path, and rules for them: one name for each combination of mesh dims, none if unsharded."""
+    """Return new axis names by path, and their rules. A name stands for a combination of mesh dims, None for none."""
     used = [*dict.fromkeys(dims for layout in layouts.values() for dims in _list_axis_dims(layout) if dims)]
     name_of = dict(zip(used, make_unique_names([f"over_{'_'.join(dims)}" for dims in used]), strict=True))
     names = {
@@ -92,7 +92,7 @@ def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> R
     for path, layout in layouts.items():
         for name, found in zip(names[path], _list_axis_dims(layout), strict=True):
             if name is None and found:
-                raise _make_conflict_error(path, names, layout, "an axis without a name is unsharded there")
+                raise _make_conflict_error(path, names, layout, "rules apply only to an axis with a name")
             if name is not None and found and dims.setdefault(name, found) != found:
                 raise _make_conflict_error(
                     path, names, layout, f"{name!r} is sharded over {dims[name]} elsewhere"
@@ -121,5 +121,5 @@ def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> R
 
 
 def _make_conflict_error(path: str, names: Mapping[str, Names], layout: Layout, why: str) -> PlanError:
-    fix = "name its axes differently, or leave axes out: names that fit are made"
+    fix = f"name its axes differently, or call {_CALL} without axes, which makes names that fit"
     return make_unsupported_error(_CALL, path, f"the layout {layout} of the axes {names[path]}", why, fix)

@@ -97,7 +97,7 @@ def _format_style(styled: StyledModule) -> str:
 def _collect_placements(
     modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return by module the source of placements without a style, and for other paths of a tensor its first path."""
+    """Return the source of the placements of each module without a style, and the first paths of shared tensors."""
     rest: dict[str, str] = {}
     shared: dict[str, str] = {}
     for module, variables in modules.items():
@@ -133,7 +133,7 @@ def _list_placements(path: str, layout: Layout) -> Iterator[str]:
 
 
 def _format_entries(values: Mapping[str, str]) -> Iterator[str]:
-    """Yield the entries of a dict as Python source. Paths with equal values that differ in one number become a loop."""
+    """Yield the entries of a dict as Python source. Equal values at paths that differ in one number become a loop."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, value in values.items():
         groups.setdefault((_FIRST.sub("{i}", path, count=1), value), []).append(path)

@@ -81,7 +81,7 @@ def _make_rule_set(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
 
 
 def _iterate_mismatches(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:
-    """Yield the variables of a plan to which these rules would give another layout."""
+    """Yield the variables of a plan to which these rules would give a different layout than the plan does."""
     planned = make_plan_table(
         [a.variable for a in plan.assignments], _make_rule_set(plan, rules), complete=False
     )

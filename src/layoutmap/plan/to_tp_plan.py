@@ -49,15 +49,15 @@ def make_tp_plan(plan: PlanTable) -> dict[str, str]:
             raise make_unsupported_error(
                 _CALL,
                 path,
-                f"another style than that of {other}",
-                f"in transformers, the entry {entry!r} applies to all numbers",
-                "give both the same layout",
+                f"a style that differs from that of {other}",
+                f"in transformers, one entry, {entry!r}, gives one style to the modules of all layer numbers",
+                f"give {path} and {other} the same layout",
             )
     return {entry: name for entry, name in found.items() if name}
 
 
 def _make_plan_entry(path: str) -> str:
-    """Return a module's path with stars for numbers. Like transformers, of adjacent numbers replace only the first."""
+    """Return a module's path with stars for numbers. As in transformers, the second of two adjacent numbers stays."""
     return re.sub(r"\.\d+(\.|$)", r".*\1", path)
 
 
@@ -72,7 +72,7 @@ def _check_styles(modules: Mapping[str, ModuleVariables], styled: Mapping[str, S
             if path in styled or not list_sharding_dims(a.layout):
                 continue
             if first_path != f"{path}.{name}".lstrip("."):
-                what, why = (f"{path}.{name}, which shares its tensor", "an entry shards one of them")
+                what, why = f"sharing its tensor with {path}.{name}", "an entry shards only one of the two"
                 raise make_unsupported_error(
                     _CALL, first_path, what, why, "do not tie them, or add both entries by hand"
                 )
@@ -80,7 +80,7 @@ def _check_styles(modules: Mapping[str, ModuleVariables], styled: Mapping[str, S
                 _CALL,
                 first_path,
                 f"the layout {a.layout}",
-                "its styles are for linear layers and embeddings, sharded over one dim by columns or by rows",
+                "the styles are for linear layers and embeddings, sharded over one dim by columns or by rows",
                 "replicate it, or train with layout_map.scope(), which supports it",
             )
     if len(dims) > 1:
@@ -88,8 +88,8 @@ def _check_styles(modules: Mapping[str, ModuleVariables], styled: Mapping[str, S
         raise make_unsupported_error(
             _CALL,
             path,
-            f"the layout {layout}, beside {first}",
-            "a tensor parallel plan covers one mesh dim",
+            f"the layout {layout} together with {first}",
+            "a tensor parallel plan has only one mesh dim",
             "shard all weights over one dim, and use an fsdp_plan of transformers for the second",
         )
 

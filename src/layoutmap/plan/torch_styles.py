@@ -54,7 +54,7 @@ def list_ruled_variables(plan: PlanTable, caller: str) -> list[Assignment]:
     for a in plan.assignments:
         v = a.variable
         if a.layout.host_memory:
-            why, fix = "rules there name no memory", "leave memory out of the rules"
+            why, fix = "rules of the other library name no memory", "leave memory out of the rules"
             raise make_unsupported_error(caller, v.path, f"the layout {a.layout}", why, fix)
         if v.kind is Kind.SLOT and not a.layout.is_fully_replicated():
             parent = plan[v.parent].layout if v.parent and v.parent in plan else None
@@ -83,7 +83,7 @@ def group_by_module(plan: PlanTable, caller: str) -> dict[str, dict[str, Assignm
     found: dict[str, dict[str, Assignment]] = {}
     for a in list_ruled_variables(plan, caller):
         if a.variable.name.startswith(KERAS):
-            what, why = "a variable of Keras", "its styles are for modules of torch"
+            what, why = "a variable of Keras", "the styles are for modules of torch"
             raise make_unsupported_error(
                 caller, a.variable.path, what, why, "use to_keras or to_partition_specs"
             )
@@ -101,7 +101,7 @@ def list_sharding_dims(layout: Layout) -> tuple[str, ...]:
 def find_styled_modules(
     plan: PlanTable, modules: Mapping[str, ModuleVariables], caller: str
 ) -> dict[str, StyledModule]:
-    """Return, by path, the modules with the weights and output of a tensor parallel style.
+    """Return, by path, the modules with weights and outputs that are sharded as in a tensor parallel style.
 
     A module that is sharded by columns has a sharded output if a sibling module is sharded by rows, as in attention and
     gated units; otherwise its output is replicated. Activation rules override this.
@@ -169,7 +169,7 @@ def _make_styled_module(path: str, variables: ModuleVariables) -> StyledModule |
         or len(dims) != 1
         or weight.variable.path != f"{path}.weight".lstrip(".")
     ):
-        return None  # the plan knows the axis roles of a shared weight only for its first module
+        return None  # the plan knows the axis roles of a shared weight only in its first module, so others get no style
     (dim,) = dims
     axes = {name: _find_sharded_axis(a.layout) for name, a in variables.items()}
     for kind, expected in _SHARDED_AXES.get(use.roles, {}).items():

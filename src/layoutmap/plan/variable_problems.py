@@ -21,7 +21,7 @@ _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE, Kind.LATER)
 
 
 def make_contradiction_problem(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
-    """Return the error that several `keras:` rules match the name of one variable, which Keras refuses."""
+    """Return the error that several `keras:` rules match the name of one variable, because Keras refuses this."""
     return Problem(
         "contradiction",
         "error",
@@ -127,7 +127,7 @@ def find_unsupported_problems(
 def _make_problem_from_error(
     kind: str, severity: Severity, error: LayoutError, assignment: Assignment
 ) -> Problem:
-    """Return the problem of a variable with the parts of an error, and the rule after the layout in the facts."""
+    """Return a variable's problem with the texts of an error. The rule follows the layout in the facts."""
     facts = {name: str(value) for name, value in error.facts.items()}
     if assignment.match and assignment.match.rule:
         facts["layout"] += f"     {assignment.match.rule}"
@@ -136,7 +136,7 @@ def _make_problem_from_error(
 
 
 def _make_uneven_problem(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
-    """Return the problem that an axis does not divide evenly, with padding or shrinking as the fix."""
+    """Return the problem that an axis cannot be split evenly, with padding or shrinking as the fix."""
     problem = _make_problem_from_error("uneven", "error", error, assignment)
     if why_not:
         pads = assignment.match and assignment.match.rule and assignment.match.rule.uneven != "error"
@@ -178,7 +178,7 @@ def _make_replacement_note(error: LayoutError, assignment: Assignment, axis: int
 
 
 def find_several_dims_problems(match: Match, layout: Layout) -> Iterator[Problem]:
-    """Yield a warning for each axis of a layout over several mesh dims, for an engine that shards it over one only."""
+    """Yield a warning for each axis over several mesh dims, because this engine shards an axis over only one."""
     taken = keep_largest_dims(layout)
     for axis in range(layout.rank):
         if layout.num_shards(axis) > taken.num_shards(axis):
@@ -188,7 +188,7 @@ def find_several_dims_problems(match: Match, layout: Layout) -> Iterator[Problem
                 match.path,
                 f"{match.path}: axis {axis} is sharded over {taken.sharding_specs[axis]} only",
                 (("layout", f"{layout}     {match.rule}"), ("mesh", str(layout.mesh))),
-                "arrays of this engine have an axis over one mesh dim, so each device holds more of it",
+                "this engine shards an axis over only one mesh dim, so each device holds more of it",
                 f"shard axis {axis} over one dim, or make a mesh with one dim of size {layout.num_shards(axis)}",
             )
 

@@ -1,7 +1,7 @@
 """Describe variants of a plan, and how to write each in Python, as command-line options, and in a rules file.
 
-A variant is a value that is planned and counted. The text to type is derived from the difference of two variants, so
-the advice is exactly what was counted.
+A variant is planned, and its cost is computed. The text to type is derived from the difference of two variants, so the
+advice is exactly the change whose cost was computed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PlanVariant:
     Args:
         rules: The rules.
         preset: The preset with these rules; `None`: they are from no preset.
-        machine_name: The name of the machine, such as `"h100:8"`; empty: no step is counted.
+        machine_name: The name of the machine, such as `"h100:8"`; empty: no cost of a step is computed.
         inputs: The arrays with which the model is called.
         has_input_names: Whether the model gets the arrays by name.
         batch_dim: The mesh dim over which batches are sharded, if the user has set it.
@@ -80,7 +80,7 @@ class PlanVariant:
 
     @property
     def batch_size(self) -> int:
-        """The size of the first axis of the first input that is no scalar, or 1 without such an input."""
+        """The size of the first axis of the first input that is no scalar, or 1 if there is no such input."""
         return next((array.shape[0] for array in self.inputs if array.shape), 1)
 
     # -- variants
@@ -88,7 +88,7 @@ class PlanVariant:
     def change_rules(
         self, rules: Mapping[str, Specs], activations: Mapping[str, Specs] | None = None
     ) -> PlanVariant:
-        """Return this variant with other specs for some rules. Rules with new patterns are added at the end."""
+        """Return this variant with new specs for some rules. Rules with new patterns are added at the end."""
         return replace(self, rules=_copy_rules(self.rules, self.mesh, rules, activations or {}), preset=None)
 
     def double_devices(self, dim: str) -> PlanVariant:
@@ -100,7 +100,7 @@ class PlanVariant:
         return replace(self, rules=_copy_rules(self.rules, mesh, {}, {}), machine_name=machine_name)
 
     def add_changes(self, before: PlanVariant, other: PlanVariant) -> PlanVariant:
-        """Return this variant with the changes from `before` to `other`. Rules that it changed itself stay."""
+        """Return this variant with the changes from `before` to `other`. Rules that it has changed itself stay."""
         names = ["fuse_attention", "remat", "batch_dim", "inputs"]
         names += ["rules", "preset", "block_names"] if self.rules == before.rules else []
         return replace(
@@ -160,12 +160,12 @@ def read_plan_variant(plan: PlanTable) -> PlanVariant:
 
 
 def find_preset_of_rules(rules: RuleSet) -> Preset | None:
-    """Return the preset, with the arguments for which it contains all of these rules, or None without one."""
+    """Return a preset and arguments with which it contains all of these rules, or None if there is no such preset."""
     mesh = rules.mesh
     if mesh is None or not rules:
         return None
     for name in presets.list_presets():
-        # Most presets belong to other model families, so compare layouts only if the preset has all the patterns.
+        # Most presets are for other model families, so make and compare layouts only if a preset has all the patterns.
         fields = presets.read_preset(name, mesh, None, None)
         for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
             for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
@@ -178,7 +178,10 @@ def find_preset_of_rules(rules: RuleSet) -> Preset | None:
 
 
 def _add_dim_to_specs(dim: str, layout: Layout, group: Sequence[Assignment]) -> Specs | None:
-    """Return a rule's specs with its largest axis that a dim divides also sharded over it, or None without one."""
+    """Return the specs of a rule with one more axis sharded over a mesh dim, or None if that is impossible.
+
+    Of the axes that then split evenly, it is the largest unsharded one, or else the largest one.
+    """
     dims = [layout.list_mesh_dims(axis) for axis in range(layout.rank)]
     if any(a.layout != layout for a in group) or any(dim in of for of in dims):
         return None
@@ -193,7 +196,7 @@ def _add_dim_to_specs(dim: str, layout: Layout, group: Sequence[Assignment]) -> 
 def _copy_rules(
     before: RuleSet, mesh: Mesh, rules: Mapping[str, Specs], activations: Mapping[str, Specs]
 ) -> RuleSet:
-    """Return a copy of a rule set for a mesh, with other specs for some patterns. New patterns are added at the end."""
+    """Return a copy of a rule set for a mesh, with new specs for some patterns. New patterns are added at the end."""
     after = RuleSet(mesh, uneven=before.uneven, rest=before.rest)
     for new, old, changed in (
         (after, before, rules),
@@ -216,7 +219,7 @@ def _get_specs(layout: Layout) -> Specs:
 
 
 class Difference(NamedTuple):
-    """One difference of two variants in words, in Python, as options, and in a rules file. Empty: not expressible."""
+    """One difference of two variants in words, in Python, as options, and in a rules file. Empty: impossible there."""
 
     what: str
     python: str
@@ -225,7 +228,7 @@ class Difference(NamedTuple):
 
 
 def describe_change(before: PlanVariant, after: PlanVariant) -> tuple[str, str, str]:
-    """Return the change between two variants in words, in Python, and for the command line, or "" if impossible."""
+    """Return the change between two variants in words, in Python, and for the command line ("" if impossible there)."""
     found = list(_iterate_differences(before, after))
     lines = [difference.yaml for difference in found if difference.yaml]
     if options := " ".join(difference.option for difference in found if difference.option):
@@ -334,9 +337,9 @@ def _format_specs_as_yaml(specs: Specs) -> str:
     return f"[{', '.join(map(format_spec_as_yaml, specs))}]"
 
 
-def count_or_none(count: Callable[[], T]) -> T | None:
-    """Return the result of a function that counts a variant, or None if the variant cannot be planned."""
+def call_or_none(function: Callable[[], T]) -> T | None:
+    """Return the result of a function that plans or evaluates a variant, or None if the variant cannot be planned."""
     try:
-        return count()
+        return function()
     except LayoutMapError:
         return None

@@ -1,6 +1,6 @@
-"""Judge a plan in one place, for the page, the terminal, JSON, and the exit code.
+"""Judge a plan in one place: whether the model can be built, and whether it fits the memory of its devices.
 
-The verdict follows from the content of the plan alone (decisions/0120).
+The page, the terminal, JSON, and the exit code show this verdict. It follows from the plan alone (decisions/0120).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from layoutmap.plan.completeness import NOT_BUILT, find_unbuilt_problem
 from layoutmap.plan.memory import count_memory
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.variants import PlanVariant, count_or_none, describe_change, read_plan_variant
+from layoutmap.plan.variants import PlanVariant, call_or_none, describe_change, read_plan_variant
 
 _MOST_ADVICE = 6
 _MOST_CAUSES = 10
-_LEAST_SHARE = 0.01  # smallest saving to report, as a share of the needed memory
+_LEAST_SHARE = 0.01  # advice that saves a smaller share of the needed memory is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Verdict:
         available_bytes: The memory of a device; `None`: unknown.
         moment: The time at which a device needs `needed_bytes`.
         because: The tensors on a device at that time, the largest first.
-        advice: Changes that need less memory, counted, the best first; empty if the model fits.
-        untried: Changes that were not counted, because that takes too long, in words.
+        advice: Changes with which a device needs less memory, the best first; empty if the model fits.
+        untried: Changes whose memory was not computed, because that takes too long, in words.
     """
 
     num_errors: int
@@ -150,7 +150,7 @@ def format_causes(causes: Sequence[Cause]) -> list[str]:
 
 
 def judge_plan(plan: PlanTable) -> Verdict:
-    """Return the verdict on a plan from its problems and, if it is known, the memory of a device."""
+    """Return the verdict on a plan: whether the model can be built, and whether it fits its devices, if known."""
     memory, cost, missing = count_memory(plan), plan.cost, find_unbuilt_problem(plan)
     needed = cost.peak_bytes if cost else memory.total
     available_bytes = cost.memory_bytes if cost else plan.device_memory
@@ -174,7 +174,7 @@ def judge_plan(plan: PlanTable) -> Verdict:
 
 
 def _collect_causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
-    """Return the largest groups of tensors on a device, with repeated blocks merged, and last all others as one."""
+    """Return the largest groups of tensors on a device, with repeated blocks merged, and one group for the rest."""
     tensors = plan.cost.held if plan.cost else ()
     found: dict[tuple[str, str, str], int] = {}
     for kind, path, shape, num_bytes in [
@@ -197,7 +197,7 @@ def _collect_causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
 
 
 def _iterate_variable_sizes(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
-    """Yield kind, path, shard shape, and bytes of each variable in device memory, and of gradients without a cost."""
+    """Yield kind, path, shard shape, and bytes of variables in device memory, and of gradients if there is no cost."""
     for a in plan.assignments:
         v = a.variable
         if not a.fits:
@@ -214,14 +214,14 @@ def _iterate_variable_sizes(plan: PlanTable) -> Iterator[tuple[str, str, str, in
 
 
 def _choose_advice(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
-    """Return the counted changes that save memory, those with which the model fits first."""
-    tried = plan.cost.tried if plan.cost else _count_alternatives(plan, needed_bytes, available_bytes)
+    """Return the changes of the plan that save memory. Changes with which the model fits come first."""
+    tried = plan.cost.tried if plan.cost else _make_advice_without_cost(plan, needed_bytes, available_bytes)
     helps = [each for each in tried if each.needed_bytes <= (1 - _LEAST_SHARE) * needed_bytes]
     return tuple(sorted(helps, key=lambda each: each.needed_bytes > available_bytes)[:_MOST_ADVICE])
 
 
-def _count_alternatives(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
-    """Return advice for a plan without a step cost, from the counted bytes of variants of the plan."""
+def _make_advice_without_cost(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
+    """Return advice for a plan without a step cost, by the bytes of variables and gradients in variants of the plan."""
     counts = _count_similar_variables(plan)
     before = read_plan_variant(plan)
 
@@ -233,8 +233,9 @@ def _count_alternatives(plan: PlanTable, needed_bytes: int, available_bytes: int
         found = zip(table.assignments, counts.values(), strict=True)
         return sum((a.device_bytes + a.shard_bytes * a.variable.is_trained) * number for a, number in found)
 
-    # If the plan's own variant needs other memory, the rules alone do not determine it, so variants say nothing.
-    if count_or_none(lambda: count_device_bytes(before)) != needed_bytes:
+    # If the variant with the plan's rules needs a different amount of memory, the rules alone do not determine the
+    # layouts, so no variant can be trusted.
+    if call_or_none(lambda: count_device_bytes(before)) != needed_bytes:
         return ()
     dims = plan.mesh.dim_names
     sharded = [
@@ -252,7 +253,7 @@ def _count_alternatives(plan: PlanTable, needed_bytes: int, available_bytes: int
         known = [
             (n, variant)
             for variant in variants
-            if (n := count_or_none(lambda variant=variant: count_device_bytes(variant))) is not None
+            if (n := call_or_none(lambda variant=variant: count_device_bytes(variant))) is not None
         ]
         found += [min(known, key=lambda each: each[0])] if known else []
     return tuple(Advice(*describe_change(before, variant), needed_bytes=n) for n, variant in found)
@@ -264,7 +265,7 @@ def _can_use_bfloat16(v: VariableSpec) -> bool:
 
 
 def _count_similar_variables(plan: PlanTable) -> dict[VariableSpec, int]:
-    """Return one variable of each group of variables that differ only in numbers, with the size of the group."""
+    """Return the sizes of groups of variables that differ only in numbers, by the first variable of each group."""
     first: dict[object, VariableSpec] = {}
     counts: dict[VariableSpec, int] = {}
     for a in plan.assignments:

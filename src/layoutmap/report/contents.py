@@ -31,7 +31,7 @@ _KIND_NAMES = {
     Kind.METRIC: "metrics",
     Kind.LATER: "later",
 }
-_MAX_METADATA = 400  # longer metadata is cut, in characters
+_MAX_METADATA = 400  # maximum number of characters; the rest of the metadata is cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def read_contents(source: Source, variables: Iterable[SavedVariable]) -> Checkpo
 
 
 def format_contents_summary(contents: CheckpointContents) -> str:
-    """Return the place, number of variables, and bytes of a checkpoint in one line."""
+    """Return the path, number of variables, and bytes of a checkpoint in one line."""
     count = len(contents.variables)
     return (
         f"{escape_text(contents.where)}: {count} variable{'' if count == 1 else 's'}, "

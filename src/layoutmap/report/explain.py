@@ -97,7 +97,7 @@ def _make_comparison_rows(assignment: Assignment, other: Assignment) -> list[tup
 
 
 def _iterate_axis_rows(variable: VariableSpec) -> Iterator[tuple[str, str]]:
-    """Yield a row with the parent axes for each axis of a derived variable, if they are known."""
+    """Yield one row with the parent axes of each axis of a derived variable. Yield nothing if they are unknown."""
     if variable.axes:
         texts = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
         yield "its axes", ", ".join(f"{axis} {text}" for axis, text in enumerate(texts))

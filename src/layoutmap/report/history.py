@@ -1,4 +1,4 @@
-"""Format the steps of a directory as a tree by their parents, and mark the latest."""
+"""Format the steps of a directory as a tree by their parents, and name the step that was saved last."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def format_history(where: str, steps: Iterable[SavedStep]) -> str:
 
 
 def _iterate_parent_steps(steps: Sequence[SavedStep]) -> Iterator[int | None]:
-    """Yield for each step the number of its nearest ancestor that still exists, or None without one."""
+    """Yield for each step the number of its nearest ancestor that still exists, or None if no ancestor exists."""
     steps_by_line: dict[str, list[int]] = {}
     for each in steps:
         steps_by_line.setdefault(each.line_name, []).append(each.step)
@@ -77,7 +77,7 @@ def _iterate_tree_rows(
 def _find_latest_saves(
     children: Mapping[int | None, Sequence[SavedStep]],
 ) -> dict[int, tuple[int, int]]:
-    """Return, by step, the order and number of the most recent save among the step and its descendants."""
+    """Return by step the save order and number of the step saved last among the step itself and its descendants."""
     found: dict[int, tuple[int, int]] = {}
     for each in sorted((e for some in children.values() for e in some), key=lambda each: -each.step):
         found[each.step] = max(

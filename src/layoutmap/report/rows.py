@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_at_numbers
 from layoutmap.core.variables import Assignment, Kind, has_several_models
 from layoutmap.plan.table import PlanTable
 
@@ -45,10 +45,10 @@ class TableRow:
 
     @property
     def rule_text(self) -> str:
-        """The cell for the rule: its number, `as` and the parent, or the reason why there is no rule."""
+        """The text for the rule: its number, `as` and the parent, or why there is none, or "" for a kept layout."""
         match, variable = self.first_assignment.match, self.first_assignment.variable
         if match is None and variable.axes is not None:
-            return f"as {merge_paths([a.variable.parent or '' for a in self.assignments])}"
+            return f"as {format_merged_paths([a.variable.parent or '' for a in self.assignments])}"
         if match is not None and match.has_existing_layout:
             return ""
         if match is None or (match.rule is None and variable.kind not in ("weight", "state", "later")):
@@ -86,7 +86,7 @@ def make_rows(plan: PlanTable) -> list[TableRow]:
     for (model, matches_weights, kind, *_), group in groups.items():
         paths = [a.variable.path for a in group]
         is_merged = matches_weights or (isinstance(kind, str) and len(group) > 1)
-        path = f"optimizer.*.{kind}" if is_merged else merge_paths(paths)
+        path = f"optimizer.*.{kind}" if is_merged else format_merged_paths(paths)
         rows.append(
             TableRow(f"{model}: {path}" if several and model else path, tuple(group), bool(matches_weights))
         )

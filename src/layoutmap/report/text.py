@@ -8,7 +8,7 @@ from __future__ import annotations
 from layoutmap.core.errors import format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_at_numbers
 from layoutmap.core.specs import format_specs
 from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import format_variable_names, has_several_models
@@ -94,7 +94,7 @@ def _list_used_rules(plan: PlanTable) -> list[Rule]:
 
 
 def format_plan_warnings(plan: PlanTable) -> str:
-    """Return the warnings of a plan that a scope shows, as one text, or an empty string without warnings.
+    """Return the warnings of a plan that a scope shows, as one text, or an empty string if there are none.
 
     Variables without a rule that have fewer than two axes are left out, because biases and scales are small and mostly
     replicated on purpose.
@@ -150,7 +150,7 @@ def format_activation_rows(plan: PlanTable) -> list[tuple[str, ...]]:
         groups.setdefault((split_at_numbers(match.path), match.rule), []).append(match)
     return [
         (
-            merge_paths([m.path for m in group]),
+            format_merged_paths([m.path for m in group]),
             str(len(group)) if len(group) > 1 else "",
             str(group[0].layout),
             str(group[0].rule.number if group[0].rule else ""),

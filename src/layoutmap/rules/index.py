@@ -80,7 +80,7 @@ class RuleIndex:
 
 
 class _LiteralIndex:
-    """Positions of rules by a substring that matching paths contain, and of rules to try on every path."""
+    """Positions of rules by a substring that all matching paths contain. `always`: rules without such a substring."""
 
     def __init__(self) -> None:
         self.always: list[int] = []
@@ -107,7 +107,7 @@ def _list_substrings(text: str, width: int) -> list[str]:
 
 
 def find_required_literals(pattern: str) -> list[str]:
-    """Return texts that every match of a regex contains, or an empty list if none is certain.
+    """Return the texts that every match of a regex certainly contains. The list may be empty.
 
     Characters in groups and classes are left out, and a regex with an alternative outside groups has no such text. A
     missing text only makes lookups slower, but a wrong one would lose a match.
@@ -118,7 +118,7 @@ def find_required_literals(pattern: str) -> list[str]:
     """
     try:
         items: Any = import_module("re._parser").parse(pattern)
-    except (ImportError, AttributeError):  # this Python release does not have the undocumented module
+    except (ImportError, AttributeError):  # this Python lacks the undocumented module, so find no literals
         return []
     found: list[str] = []
     literal = ""

@@ -28,12 +28,12 @@ _FLAGS = re.compile(r"(?:\(\?[aiLmsux]+\))+")
 
 # Keras rules match the names of variables in Keras, not paths, so `keras:` distinguishes them (decisions/0014).
 def is_keras_rule(text: str) -> bool:
-    """Return whether a pattern or name starts with `keras:`: it is for, or is, the name of a variable in Keras."""
+    """Return whether a text is the pattern of a `keras:` rule, or the name of a variable in Keras after `keras:`."""
     return text.startswith(KERAS)
 
 
 def anchor_keras_pattern(pattern: str) -> str:
-    r"""Return a rule's regex, with `keras:a|b` as `keras:(?:a|b)\Z`, because Keras's rules match whole names."""
+    r"""Return a rule's regex. `keras:a|b` becomes `keras:(?:a|b)\Z`, because Keras's rules match whole names."""
     if not is_keras_rule(pattern):
         return pattern
     body = pattern.removeprefix(KERAS)
@@ -44,7 +44,7 @@ def anchor_keras_pattern(pattern: str) -> str:
 
 
 def pad_rule_layout(rule: Rule, rank: int) -> Layout:
-    """Return a rule's layout for a tensor of this rank. A shorter layout of a `keras:` rule gets unsharded axes."""
+    """Return a rule's layout, with unsharded axes added up to this rank if a `keras:` rule's layout is shorter."""
     layout = rule.layout
     if not is_keras_rule(rule.pattern) or layout.rank >= rank:
         return layout
@@ -53,7 +53,7 @@ def pad_rule_layout(rule: Rule, rank: int) -> Layout:
 
 
 def read_keras_map(keras_map: Any, mesh: Mesh | None) -> tuple[Mesh, dict[str, tuple[object, ...]]]:
-    """Return the mesh of a `keras.distribution.LayoutMap`, or the given one, and its rules as specs by pattern.
+    """Return a mesh (the argument, else the map's own) and the rules of a `keras.distribution.LayoutMap` by pattern.
 
     Raises:
         RuleError: It is no layout map of Keras, has no mesh or several, or a key is not text.

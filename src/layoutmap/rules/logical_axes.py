@@ -33,14 +33,14 @@ _Dims = str | tuple[str, ...] | None
 def resolve_logical_axes(
     rules: object, axes: object, shapes: Mapping[str, Shape], semantics: Semantics, where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """Return the specs of arrays with named axes by path, and the axis names without a rule (linen only).
+    """Return the specs of arrays by path, and the axis names without a rule. For nnx, these names are always empty.
 
     Raises:
         RuleError: The rules or axis names have another form, do not fit their array, or have no form in a layout.
     """
     if semantics not in get_args(Semantics):
         raise RuleError(
-            f"{where}: semantics={semantics!r}",
+            f"{where}: semantics={semantics!r} is not known",
             why="linen and nnx resolve two rules for one name differently",
             fix="use 'linen' for MaxText and flax.linen, or 'nnx'",
         )
@@ -73,7 +73,7 @@ def _apply_linen_rules(names: Specs, rules: Sequence[tuple[str, _Dims]], where: 
         raise RuleError(
             f"{where}: two axes have the name {twice!r}",
             facts={"axes": names},
-            why="a linen rule applies to one axis of that name",
+            why="linen applies a rule to only one axis of an array",
             fix="give the axes different names",
         )
     # Rules apply to axis names only, so an axis with None or a tuple of mesh dims keeps these.

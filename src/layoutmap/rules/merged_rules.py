@@ -48,14 +48,16 @@ def make_rules_for_groups(
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
         for pattern in merge_patterns(_find_shortest_pattern_parts(paths, unwanted) for paths in groups):
             matched = {owner for path, owner in owners.items() if re.match(pattern, path)} & wanted
-            if matched:  # aliases may match an earlier rule, so that this rule is not needed
+            if matched:  # earlier rules may match all of these variables by aliases, so skip this one
                 rules[pattern] = specs
                 wanted -= matched
     return rules
 
 
 def _find_shortest_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tuple[str, ...]:
-    """Return the shortest pattern that matches these paths and no unwanted path, with at least layer and variable.
+    """Return the parts of the shortest pattern that matches these paths and no unwanted path.
+
+    It has at least the last two parts of the path, the names of layer and variable.
 
     The first item is the regex for the start of the path, and the others are the regexes of the path's last parts.
     """
@@ -73,7 +75,7 @@ def _find_shortest_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tu
 def find_whole_path_pattern_parts(
     paths: Sequence[str], matchable_paths: Sequence[str], unwanted: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the parts of a pattern for whole paths that differ in numbers only and match no unwanted path.
+    """Return the parts of a pattern for whole paths, which differ only in numbers. It matches no unwanted path.
 
     Args:
         paths: The paths.
@@ -146,7 +148,7 @@ def _split_regex_into_words(regex: str) -> list[str]:
 
 
 def _count_common_first_words(words: Sequence[Sequence[str]]) -> int:
-    """Return the number of first words that all sequences share, without the last word of each sequence."""
+    """Return the number of equal words at the start of all sequences. The last word of each is not compared."""
     count = 0
     for column in zip(*(each[:-1] for each in words), strict=False):
         if len(set(column)) > 1:

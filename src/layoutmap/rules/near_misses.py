@@ -1,4 +1,4 @@
-"""Find the paths or patterns that a mistyped one probably meant."""
+"""Find the paths or patterns that a user probably meant by a mistyped text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def find_nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[s
 
 
 class NearMissSearch:
-    """Set of paths or patterns that is searched for similar ones repeatedly. Paths of repeated blocks count as one.
+    """Search paths or patterns for those that are similar to a text. Paths of repeated blocks are compared once.
 
     Args:
         candidates: The paths or patterns.

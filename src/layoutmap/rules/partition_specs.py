@@ -28,7 +28,7 @@ _ENTRIES = "an entry is None, a mesh dim, or a tuple of mesh dims"
 
 
 def flatten_tree_by_path(tree: Any, where: str) -> dict[str, Any]:
-    """Return the leaves of nested dicts, and lists of dicts, by path. A list that is a shape or a spec is a leaf.
+    """Return the leaves of a tree of dicts and lists by path. A list that is a shape or a spec is a leaf.
 
     Raises:
         RuleError: The tree is not a dict.
@@ -136,7 +136,7 @@ def pad_specs(specs: Specs, shape: Shape, where: str) -> Specs:
     """
     if len(specs) > len(shape):
         raise RuleError(
-            f"{where}: {len(specs)} entries for an array of {len(shape)} axes",
+            f"{where}: the spec has {len(specs)} entries, but the array has {len(shape)} axes",
             facts={"shape": shape, "spec": specs},
             why="a PartitionSpec has at most one entry for each axis",
             fix="remove entries, or pass the correct shapes",
@@ -174,7 +174,7 @@ def read_spec_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where:
         its_mesh = getattr(sharding, "mesh", None)
         if its_mesh is not None and list(its_mesh.shape.items()) != list(mesh.dim_sizes.items()):
             raise RuleError(
-                f"{where}: {path}: its sharding is on another mesh",
+                f"{where}: the sharding of {path} is on another mesh",
                 facts={"map's": str(mesh), "its": ", ".join(f"{n}={s}" for n, s in its_mesh.shape.items())},
                 why="all variables of a model share one mesh",
                 fix="pass the mesh of the shardings, or PartitionSpecs, which have no mesh",
@@ -199,7 +199,7 @@ def check_path_known(path: str, shapes: Mapping[str, Shape], where: str) -> None
 def resolve_partition_rules(
     rules: object, shapes: Mapping[str, Shape], where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """Return the specs that EasyLM-style rules give arrays by path, and as text the rules that no array uses.
+    """Return the specs that EasyLM-style rules give to arrays by path, and a list of the rules that no array uses.
 
     Raises:
         RuleError: A rule is not a pair of a regex and a PartitionSpec, or no rule matches an array.
@@ -253,7 +253,7 @@ def read_rule_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
     for number, rule in enumerate(rules, 1):
         if not _is_list(rule) or len(rule) != 2 or not isinstance(rule[0], str):
             raise RuleError(
-                f"{where}: rule {number} is {shorten_repr(rule)}",
+                f"{where}: rule {number} cannot be read: {shorten_repr(rule)}",
                 why="a rule is a pair that starts with text",
                 fix='write it as in ("mlp", "tensor")',
             )

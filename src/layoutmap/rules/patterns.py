@@ -9,13 +9,13 @@ from layoutmap.core.match import KERAS
 from layoutmap.rules.keras_rules import anchor_keras_pattern, is_keras_rule
 
 _MAX_LENGTH = 1000
-_MAX_COST = 27  # a repeat costs 4 and an optional part 1; this limit keeps a path of 60 letters to seconds
+_MAX_COST = 27  # a repeat costs 4, an optional part 1; within this limit, a path of 60 letters takes seconds
 _OPENING = re.compile(r"\((?:\?(?:[aimsu-]*:|[=!>]|<[=!]|P<\w+>))?")
 _TOKEN = re.compile(
     rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+|[aimsu]+)\)|{_OPENING.pattern}|(?:[*+?]|\{{\d*,?\d*\}})[+?]?|.",
     re.DOTALL,
 )
-_CHOICE = re.compile(r"\||[*+?]\??|\{.+")  # a possessive repeat has no alternatives, so it is not matched
+_CHOICE = re.compile(r"\||[*+?]\??|\{.+")  # no possessive repeats, because these are never retried
 _LARGE_COUNT = re.compile(r"\{.*\d{4}")
 _LOOP = re.compile(r"[*+{]")
 _PART = re.compile(r"\((?:\?:)?(?:X\\\.|\\\.X)".replace("X", r"(?:\\[wd]|\[\^\\?\.\])[+*]"))
@@ -57,7 +57,7 @@ def refuse_slow_pattern(pattern: str, rule_name: str) -> None:
 
 # A regex in a downloaded file can hang, so patterns from files have limits (decisions/0199).
 def explain_slow_pattern(pattern: str) -> str:
-    """Return the limit that a regex exceeds, in words, or an empty string if it is fast on each path.
+    """Return the limit that a regex exceeds, in words, or an empty string if it exceeds none, so that it is fast.
 
     Example:
         >>> explain_slow_pattern("(a+)+$"), explain_slow_pattern(r"(\\w+\\.)+kernel")
@@ -70,7 +70,7 @@ def explain_slow_pattern(pattern: str) -> str:
     for match in _TOKEN.finditer(pattern):
         token, start, end = match[0], *match.span()
         if _LARGE_COUNT.match(token) or pattern[start - 1 : end] == "(?":
-            return "a count above 999, a comment, a condition, and the flag x are for rules in Python code"
+            return "only rules in Python code may have counts above 999, comments, conditions, or the flag x"
         if token == ")" and opened:
             group = pattern[opened.pop() : start]
             if _LOOP.match(pattern, end) and _has_repeat_or_alternative(group) and not _PART.fullmatch(group):

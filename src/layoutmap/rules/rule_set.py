@@ -264,7 +264,7 @@ def _add_rule_if_missing(
 
 
 def parse_or_convert_mesh(mesh: object) -> Mesh | None:
-    """Return the mesh for a mesh of another library, or for a text of dims such as `"batch=2"`. None stays None."""
+    """Convert a mesh of another library, or text with dims such as `"batch=2"`, to a `Mesh`. None stays None."""
     if isinstance(mesh, str):
         return Mesh(None, mesh)
     mesh = convert_mesh(mesh)

@@ -51,14 +51,14 @@ class Rules(MutableMapping[str, Layout]):
     Args:
         shared_mesh: The mesh to which tuples of specs are bound, shared with the other rules of a map.
         rules: Rules to begin with, in order.
-        uneven: The policy for an axis that does not divide, for rules without their own.
+        uneven: The policy for an axis that cannot be split evenly, for rules without a policy of their own.
 
     Raises:
         RuleError: See `__setitem__`.
     """
 
-    # Words for messages: the kind of rule, its paths, its Python expression, an example, and the result
-    # without a match.
+    # Words for messages: the kind of rule, what its paths are, the map as a Python expression, an example of a pattern,
+    # and what happens to a path that no rule matches. Subclasses have other words.
     _rule_kind = "rule"
     _paths = "variable paths"
     _expression = "layout_map"
@@ -159,7 +159,7 @@ class Rules(MutableMapping[str, Layout]):
         Args:
             pattern: See `__setitem__`.
             layout: See `__setitem__`.
-            uneven: What happens to an axis that does not divide, as for `LayoutMap`. `None`: the map's setting.
+            uneven: What happens to an axis that cannot be split evenly, as for `LayoutMap`. `None`: the map's setting.
             reason: Why the rule gives this layout, for readers: `str` shows it, and `to_yaml` writes it as a comment.
             memory: The kind of memory, as for `Layout`. `None`: that of the layout.
 
@@ -184,7 +184,7 @@ class Rules(MutableMapping[str, Layout]):
     def _make_entries(
         self, new: Iterable[_NewRule], mesh: Mesh | None
     ) -> tuple[Mesh | None, list[RuleEntry]]:
-        """Return the mesh of the map with new rules, and the entries of these, after checking them."""
+        """Check new rules without adding them, and return the mesh that the map will have, and the rules' entries."""
         entries: dict[str, RuleEntry] = {}
         for pattern, layout, uneven, reason, memory in new:
             entry = self._make_checked_entry(pattern, layout, uneven, mesh, entries, reason, memory)
@@ -213,7 +213,7 @@ class Rules(MutableMapping[str, Layout]):
                 why=f"a rule is a regex over {self._paths}",
                 fix=f'write it as in {self._expression}[r"{self._example}"]',
             )
-        pattern = str.__str__(pattern)  # convert subclasses of str, such as numpy's, to str
+        pattern = str.__str__(pattern)  # YAML and JSON cannot write subclasses of str
         existing = self._table.entries.get(pattern) or other_new_entries.get(pattern)
         if existing is not None:
             raise RuleError(
@@ -243,7 +243,7 @@ class Rules(MutableMapping[str, Layout]):
             )
         if value.host_memory and not self._has_memory:
             raise RuleError(
-                f"{self._rule_kind} {pattern!r}: memory={value.memory!r}",
+                f"{self._rule_kind} {pattern!r} cannot have memory={value.memory!r}",
                 why="layers write their outputs to device memory",
                 fix="leave memory out",
             )
@@ -254,7 +254,7 @@ class Rules(MutableMapping[str, Layout]):
 
     @property
     def uneven(self) -> UnevenSetting:
-        """The policy for an axis that does not divide, for rules without their own."""
+        """The policy for an axis that cannot be split evenly, for rules without a policy of their own."""
         return self._default_uneven
 
     def __delitem__(self, pattern: str) -> None:
@@ -264,7 +264,7 @@ class Rules(MutableMapping[str, Layout]):
             self._table = RuleTable(rest.values())
 
     def update(self, rules: object = (), /, **more: object) -> None:
-        """Add all rules in order, or none if one cannot be added.
+        """Add all rules in order. If one of them cannot be added, add none.
 
         Raises:
             RuleError: See `__setitem__`.
@@ -309,7 +309,7 @@ class Rules(MutableMapping[str, Layout]):
         return self._table.list_layouts().items()
 
     def pop(self, pattern: str, default: object = _NO_DEFAULT) -> Any:
-        """Remove a rule and return its layout, or return `default` without such a rule.
+        """Remove a rule and return its layout. If there is no such rule, return `default`.
 
         Raises:
             KeyError: There is no such rule and no default.
@@ -336,7 +336,7 @@ class Rules(MutableMapping[str, Layout]):
             return pattern, self.pop(pattern)
 
     def setdefault(self, pattern: str, default: Any = None) -> Layout:
-        """Return the layout of the rule with this exact pattern, and add the rule if it is missing.
+        """Return the layout of the rule with this exact pattern. If there is no such rule, add it first.
 
         Raises:
             RuleError: It has to be added and cannot; see `__setitem__`.
@@ -352,7 +352,7 @@ class Rules(MutableMapping[str, Layout]):
             self._table = RuleTable()
 
     def __eq__(self, other: object) -> bool:
-        """Compare the rules, their order, and the mesh of two maps. Other mappings have no order.
+        """Return whether two maps have equal rules in equal order, and equal meshes. Other mappings have no order.
 
         Rules for variables and rules for activations are never equal.
         """

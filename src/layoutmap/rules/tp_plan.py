@@ -42,7 +42,7 @@ class ParallelStyle:
     packed: bool = False
 
     def find_sharded_axis(self, leaf: str, rank: int) -> int | None:
-        """Return the axis along which the style shards a parameter of this name and rank, or None for no axis."""
+        """Return the axis along which the style shards a parameter of this name and rank, or None if there is none."""
         if self.sharded == "out":
             return max(rank - 2, 0) if rank else None
         if self.sharded == "in":
@@ -224,7 +224,7 @@ def _list_parent_paths(path: str) -> list[str]:
 def _find_parameter_ranks(
     plan: Mapping[str, str], prefix: str, parameters: Mapping[str, Any]
 ) -> dict[str, dict[str, int]]:
-    """Return, for each entry of a plan, the ranks of its parameters by name in the module.
+    """Return for each entry of a plan the ranks of the parameters to which it applies, by their names in the module.
 
     An entry is for the parameter with its path, which has the name "", or else for the parameters of the module with
     its path that have no entry of their own. This is how transformers applies it.
@@ -248,7 +248,7 @@ def _find_parameter_ranks(
 
 
 def _guess_parameter_ranks(key: str, plan: Mapping[str, str]) -> dict[str, int]:
-    """Return the ranks by name of the parameters that modules with an entry's style usually have."""
+    """Guess, from the style of an entry, which parameters it applies to, and return their ranks by name."""
     style = STYLES[plan[key]]
     parent_style = plan.get(key.rpartition(".")[0])
     if style.sharded == "none of its own" or plan[key] == "replicate":
@@ -282,9 +282,9 @@ def _make_warnings(packed: Sequence[str], unmatched: Sequence[str]) -> Iterable[
         yield format_message(
             "tp_plan: packed weights are sharded in consecutive pieces",
             {"entries": ", ".join(packed)},
-            "a layout shards an axis as one; transformers shards each of the weights in it by itself. The numbers"
-            " are the same, and taking the weights apart moves them between devices",
-            "shard the experts instead, with the config's base_model_ep_plan, or let it be",
+            "a layout shards the axis as a whole, but transformers shards each weight in it. The results are"
+            " equal, but splitting the axis into the weights sends values between devices",
+            "shard the experts instead, with the config's base_model_ep_plan, or ignore this",
         )
     if unmatched:
         yield format_message(

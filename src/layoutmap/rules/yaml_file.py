@@ -13,7 +13,7 @@
 
 `version` may be left out, and `mesh: batch=2,model=4` stands for its dims. `to_yaml` writes both in full.
 
-A rule may have its own setting for axes that do not divide evenly: `{layout: [null, model], uneven: replicate}`,
+A rule may have its own setting for axes that cannot be split evenly: `{layout: [null, model], uneven: replicate}`,
 and name the memory of its variables: `{layout: [null, model], memory: pinned_host}`.
 
 A map does not keep the comments of its file. `to_yaml` writes the reason of a rule as a comment above it.
@@ -159,7 +159,7 @@ def read_rules_file(text: str) -> RulesFields:
     version = _validate_mapping(data, "the file", None).get("version", VERSION)
     if version != VERSION:
         raise RuleError(
-            f"rules file of version {shorten_repr(version)}",
+            f"rules file has the unknown version {shorten_repr(version)}",
             why=f"this layoutmap reads version {VERSION}",
             fix=f"write version: {VERSION}, delete the line, or use the layoutmap release that wrote the file",
         )
@@ -204,7 +204,7 @@ def read_rules_file(text: str) -> RulesFields:
 
 
 def _read_mesh_section(value: object) -> dict[str, Any]:
-    """Return the section `mesh` as a mapping. From a text such as `batch=2,model=4`, the mapping has only `dims`."""
+    """Return the section `mesh` as a mapping. A text such as `batch=2,model=4` gives a mapping with only `dims`."""
     if not isinstance(value, str):
         return _validate_mapping(value, "mesh", _MESH_KEYS)
     try:
@@ -253,7 +253,7 @@ def _read_rules(value: object, section: str, rule_kind: str) -> dict[str, tuple[
 
 
 def check_each_row(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
-    """Call a check with each row of arguments, and then raise one error with the messages of all that failed."""
+    """Call a check with each row of arguments, and raise one error at the end with the messages of all failures."""
     errors: list[LayoutMapError] = []
     for row in rows:
         try:
@@ -315,7 +315,7 @@ def _validate_mapping(value: Any, section: str, known_keys: set[str] | None) -> 
     unknown = sorted(str(key) for key in found if known_keys is not None and key not in known_keys)
     if unknown:
         raise RuleError(
-            f"rules file: {section} has a key {unknown[0]!r}",
+            f"rules file: {section} has the unknown key {unknown[0]!r}",
             why=f"the keys are {', '.join(sorted(known_keys or ()))}",
             fix="correct the key, or delete it",
         )

@@ -51,7 +51,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def where(self) -> str:
-        """The file or folder."""
+        """The file or folder of the checkpoint."""
         return self.source.where
 
     @property
@@ -66,12 +66,12 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def metadata(self) -> Any:
-        """Metadata saved with the step, or `None` without any."""
+        """Metadata saved with the step, or `None` if there is none."""
         return getattr(self.source, "metadata", None)
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics by which a `CheckpointManager` compares steps. Empty without any."""
+        """Metrics by which a `CheckpointManager` compares steps. Empty if none were saved."""
         return getattr(self.source, "metrics", {})
 
     @property
@@ -96,14 +96,14 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
     @property
     def plan(self) -> Plan:
-        """The layouts of the saved variables, as a plan that you can `diff` with another one.
+        """The layouts of the saved variables, as a plan that you can `diff` with a different plan.
 
-        What was saved without a layout is replicated in it.
+        In this plan, a variable that was saved without a layout is replicated.
         """
         return Plan.from_table(self._contents.table)
 
     def read(self, path: str, index: Any = ...) -> NumpyArray:
-        """Read values of a variable. Each byte is checked.
+        """Read values of a variable, and verify their checksums if the format has checksums.
 
         Args:
             path: Path of the variable, or another path to it.
@@ -179,7 +179,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
         Args:
             problems: Result of `verify`, which the page shows; `None`: the page says that nothing was verified.
         """
-        # Import it here, because few programs need the page.
+        # Imported here, because few programs need the page.
         from layoutmap.report.page.page import make_checkpoint_page
 
         return make_checkpoint_page(
@@ -205,7 +205,7 @@ def _make_problem(error: CheckpointError) -> Problem:
 
 
 def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint of this library or of another one, without reading values.
+    """Open a checkpoint of this library, or files of a different library, without reading values.
 
     Args:
         directory: Folder of a checkpoint, or files of other libraries: see `load`.

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast, get_args
 
 from layoutmap.adapters import (
-    Checkpointing,
+    CheckpointAdapter,
     find_model_adapter,
     get_adapter,
     get_imported_adapter,
@@ -122,13 +122,13 @@ def load(
     if layout_map is not None:
         library = options.get("library")
         adapter = require_capability(
-            get_adapter(library) if library else get_imported_adapter(), Checkpointing, "load"
+            get_adapter(library) if library else get_imported_adapter(), CheckpointAdapter, "load"
         )
         options["library"] = adapter.name
         found, mesh = None, layout_map.mesh
     else:
         found = _make_model_if_function(model)
-        adapter = require_capability(get_model_adapter(found), Checkpointing, "load")
+        adapter = require_capability(get_model_adapter(found), CheckpointAdapter, "load")
         if inputs is not None:
             adapter.create_lazy_variables(found, (inputs,))
         mesh = find_model_mesh(adapter, found)
@@ -149,15 +149,15 @@ def load(
         return _load_keras_weights(found, source)
     loading = ModelLoader(adapter, values, processes, progress, override)
     saved = loading.states.get("processes", [])
-    place = processes.process_index, processes.num_processes
-    positions = [each["data"] for each in saved if "data" in each]
-    state = processes.run_in_all(lambda: None if data is None else choose_data_state(data, positions, *place))
+    position = processes.process_index, processes.num_processes
+    states = [each["data"] for each in saved if "data" in each]
+    state = processes.run_in_all(lambda: None if data is None else choose_data_state(data, states, *position))
     is_new = layout_map is not None  # a new model needs no protection from a damaged checkpoint
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.load_values(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
-    random = choose_random_states([each.get("random", {}) for each in saved], *place)
+    random = choose_random_states([each.get("random", {}) for each in saved], *position)
     within = restore_data_or_undo(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
     with nullcontext() if is_new or verify == "first" else mark_partial_load():
@@ -197,7 +197,7 @@ def _check_arguments(
         )
     if layout_map is not None and find_model_adapter(model) is not None:
         raise CheckpointError(
-            f"load: {type(model).__name__} is a model, and layout_map= is for a function that makes one",
+            f"load: {type(model).__name__} is a model, and layout_map= needs a function that makes a model",
             why="an existing model keeps its layouts",
             fix="leave layout_map out, or pass the function; layout_map.apply(model) shards an existing model",
         )
@@ -209,7 +209,7 @@ def _check_unused_arguments(source: KerasWeights, passed_names: Sequence[str]) -
         raise CheckpointError(
             f"{source.where}: {', '.join(f'{name}=' for name in passed_names)} has no effect on a weight file of Keras",
             why="Keras's load_weights reads the file, by the order of the layers",
-            fix="leave the argument out, or call model.load_weights(path, skip_mismatch=True) to skip other shapes",
+            fix="leave the argument out, or skip weights of different shapes: load_weights(path, skip_mismatch=True)",
         )
 
 
@@ -227,7 +227,7 @@ def _load_keras_weights(model: object, source: KerasWeights) -> Any:
 
 
 def _open_source(directory: str | os.PathLike[str], step: int | None, processes: MeshProcesses) -> Source:
-    """Open the same step in all processes. Without `step`, it is the last one that process 0 finds."""
+    """Open the same step in all processes. Without `step`, it is the last step that process 0 finds."""
 
     def open_checked(step: int | None) -> Source:
         found = open_source(directory, step)
@@ -258,7 +258,7 @@ def _format_step_identity(source: Any) -> str:
 
 @contextmanager
 def mark_partial_load() -> Generator[None]:
-    """Add to a checkpoint error that the model may be loaded in part. For loads that verify values while reading."""
+    """Return a context manager that adds to each `CheckpointError` that the model may be loaded in part."""
     try:
         yield
     except CheckpointError as error:
@@ -272,7 +272,7 @@ class ModelLoader:
 
     def __init__(
         self,
-        adapter: Checkpointing,
+        adapter: CheckpointAdapter,
         values: ModelValues,
         processes: MeshProcesses,
         progress: bool | None,
@@ -302,7 +302,7 @@ class ModelLoader:
         random_states: Mapping[str, Any] | None = None,
         only_paths: Collection[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Read all values that were not read yet, and return the model and its optimizer.
+        """Read all values that were not read yet into a model and its optimizer, and return both as a pair.
 
         Args:
             model: The model.
@@ -313,7 +313,7 @@ class ModelLoader:
             only_paths: Paths in the checkpoint of the variables to read; `None`: all.
         """
         stored = self._processes.run_in_all(lambda: self._list_checked_variables(model, optimizer))
-        # Initializers may have advanced a generator after its state was restored, so restore random states again.
+        # Initializers may have advanced a generator after its state was read, so read the states of generators again.
         taken = self.values.read_paths - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [
             e
@@ -325,7 +325,7 @@ class ModelLoader:
         self.unread = self._find_unread_slots(stored)
         layouts = {each.variable.path: self._engine.get_layout(each.array) for each in rest}
         variables = {each.variable.path: each.variable for each in rest}
-        # A slot that does not exist yet is listed with its weight's array, so do not read it into that memory.
+        # A slot that does not exist yet is listed with its weight's array, so do not read the slot into that array.
         weights = {id(each.array) for each in stored if not _is_slot(each)}
         own = {
             each.variable.path: (each.array, memory)
@@ -385,7 +385,9 @@ class ModelLoader:
 
     def _find_unread_slots(self, stored: Sequence[StoredVariable]) -> Sequence[str]:
         """Return the paths of saved slots that are not read because the model has no optimizer."""
-        if not self._settings or "optimizer" in self._settings:  # Keras saves no such setting
+        if (
+            not self._settings or "optimizer" in self._settings
+        ):  # a model of torch or JAX gets no optimizer later
             return ()
         known = {saved.path for each in stored if (saved := self.values.find_saved(each.variable))}
         slots = [v.path for v in self.values.source.variables.values() if v.kind is Kind.SLOT]
@@ -479,7 +481,7 @@ def _is_slot(stored: StoredVariable) -> bool:
     return stored.variable.kind is Kind.SLOT
 
 
-def find_model_mesh(adapter: Checkpointing, model: object) -> Mesh | None:
+def find_model_mesh(adapter: CheckpointAdapter, model: object) -> Mesh | None:
     """Return the mesh of an existing model, or `None` if it is on no mesh."""
     engine = get_engine(adapter.engine_name)
     layouts = (engine.get_layout(each.array) for each in adapter.list_stored_variables(model))

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from layoutmap.adapters import Checkpointing
+from layoutmap.adapters import CheckpointAdapter
 from layoutmap.adapters.data_states import find_restore_method, make_restore_function, restore_state
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.scope.process_group import MeshProcesses
@@ -18,14 +18,14 @@ def choose_data_state(
     """Return the saved state that this process restores in `data`.
 
     Raises:
-        CheckpointError: There is no saved state, its names differ, or each process saved another state and the number
-            of processes has changed.
+        CheckpointError: There is no saved state, its names differ, or the processes saved different states and their
+            number has changed.
     """
     if not states:
         raise CheckpointError(
             f"{name}: the checkpoint has no data state",
             why="it was saved without data=",
-            fix="leave data out, and position the iterator yourself",
+            fix="leave data out, and move the iterator to its position yourself",
         )
     if isinstance(data, Mapping):
         iterators = cast("Mapping[str, Any]", data)
@@ -47,14 +47,14 @@ def choose_data_state(
         raise CheckpointError(
             f"{name}: each process saved its own state, and the number of processes has changed",
             facts={"saved": f"{len(states)} processes", "loading": f"{count} processes"},
-            why="it is unknown where another number of processes continues in the data",
+            why="it is unknown where a different number of processes continues in the data",
             fix=f"start {len(states)} processes, or leave data out and restart the data",
         )
     return found[0]
 
 
 def choose_process_state(states: Sequence[Any], process: int, count: int) -> tuple[Any] | None:
-    """Return this process's own state if the process counts match, else the state of all, in a tuple, or None."""
+    """Return a 1-tuple of this process's state, or None if the states differ and the process count has changed."""
     if len(states) == count:
         return (states[process],)
     return (states[0],) if all(_are_equal_states(states[0], state) for state in states[1:]) else None
@@ -76,7 +76,7 @@ def choose_random_states(states: Sequence[Mapping[str, Any]], process: int, coun
 
 @contextmanager
 def restore_data_or_undo(
-    adapter: Checkpointing,
+    adapter: CheckpointAdapter,
     processes: MeshProcesses,
     where: str,
     model: object,
@@ -84,7 +84,7 @@ def restore_data_or_undo(
     data: object,
     state: object,
 ) -> Generator[None]:
-    """Restore the state of `data`, and undo this if the block raises.
+    """Return a context manager that restores the state of `data` at its start, and undoes this if the block raises.
 
     Args:
         adapter: Adapter of the model.
@@ -129,8 +129,8 @@ def _translate_errors(where: str, subject: str) -> Generator[None]:
     except Exception as error:
         raise CheckpointError(
             f"{where}: {subject} cannot restore the saved state",
-            facts={"it says": f"{type(error).__name__}: {error}"},
-            why="the state was saved by another type of object or another release; nothing was loaded",
+            facts={"error": f"{type(error).__name__}: {error}"},
+            why="a different type of object or a different release saved the state; nothing was loaded",
             fix="pass the same type of object that was saved, or leave data out"
             if subject == "data"
             else "load it with the library that saved it, or export the weights and load those",

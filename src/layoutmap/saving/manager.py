@@ -127,7 +127,7 @@ class CheckpointManager:
         return self._is_preempted
 
     def history(self) -> list[SavedStep]:
-        """Wait for the save in flight, and return the existing steps from which the run continues, in rising order.
+        """Wait for the save in flight. Return the last saved or loaded step and its existing ancestors, oldest first.
 
         Each has `step`, `parent`, `created`, and `metrics`. Before the first `load` or `save`, they are the line of the
         step that was saved last.
@@ -242,7 +242,7 @@ class CheckpointManager:
         if damaged == "skip":
             found = self._find_undamaged_step(wanted)
             if found is None and step is None and not best:
-                # A step with a damaged manifest is now known to be damaged, so the line may be another one.
+                # Damaged manifests are known only now and may change the line, so search the steps of the new line.
                 found = self._find_undamaged_step([n for n in self._list_run_steps() if n not in wanted])
             number = number if found is None else found
         loaded = load(model, self._directory, step=number, **options)
@@ -256,7 +256,7 @@ class CheckpointManager:
         return loaded
 
     def delete(self, step: int) -> None:
-        """Delete a step, after the save in flight. Process 0 deletes it.
+        """Wait for the save in flight, and delete a step. Process 0 deletes the step's folder.
 
         Raises:
             CheckpointError: The step does not exist or cannot be deleted.
@@ -315,7 +315,7 @@ class CheckpointManager:
         return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
 
     def _resolve_later_steps(self, step: int, token: str) -> SavedStep:
-        """Raise for later steps, or warn of or delete them, and return the lineage of the new step."""
+        """Return a new step's lineage. Raise or warn for later steps, and delete a replaced step of the same number."""
         position = self._position
         last = position or self._history.find_last_saved()
         existing = self._history.read_steps()
@@ -345,14 +345,14 @@ class CheckpointManager:
                 ),
                 stacklevel=find_user_stacklevel(),
             )
-        # Delete a step of another line with the same number, because it must not prevent the save.
+        # Delete a step of the same number on a different line, because it would prevent the save.
         if (step in existing and position is not None) or step in self._damaged:
             self._storage.delete_step(step)
             self._history.remove_step(step)
         return make_step_lineage(step, token, last, existing.values())
 
     def _find_blocking_steps(self, step: int, existing: Iterable[SavedStep]) -> list[int]:
-        """Return the steps later than a new one, except those that were kept on purpose."""
+        """Return the numbers of the steps that are later than a new step and were not kept on purpose."""
         position, left = self._position, self._find_descendants(existing)
         found = {n for n in self._history.damaged if n > step}
         for each in existing:
@@ -362,7 +362,7 @@ class CheckpointManager:
         return sorted(found - self._damaged)
 
     def _find_descendants(self, existing: Iterable[SavedStep]) -> list[SavedStep]:
-        """Return those of the existing steps that descend from the step that was last saved or loaded."""
+        """Return the existing steps that descend from the last saved or loaded step."""
         position = self._position
         return [each for each in existing if position and each.has_ancestor(position)]
 
@@ -382,7 +382,7 @@ class CheckpointManager:
             self._history.remove_step(step)
 
     def _is_due(self, model: object, step: int) -> bool:
-        """Return, equally in all processes, whether a step is due or is the last one before preemption."""
+        """Return whether a step is due or is the last one before preemption. The result is equal in all processes."""
         if self._is_preempted:
             return False
         own = np.array([time.monotonic() - self._saved_at, -1.0])
@@ -419,7 +419,7 @@ class CheckpointManager:
         """Return the steps of this run that can be loaded, latest first."""
         last = self._position or self._history.find_last_saved()
         found = [*self._collect_metrics(last)]
-        # The manifest of the last step is damaged, so its line is unknown. Add the line of the last undamaged step.
+        # If the manifest of the last step is damaged, its line is unknown. So add the line of the last undamaged step.
         if last is not None and last.step in self._history.damaged:
             undamaged = self._history.read_steps().values()
             found += self._collect_metrics(max(undamaged, key=_get_save_order, default=None))

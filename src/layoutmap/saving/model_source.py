@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.adapters import Checkpointing, get_model_adapter, require_capability
+from layoutmap.adapters import CheckpointAdapter, get_model_adapter, require_capability
 from layoutmap.checkpoint.name_tables import NameTable, make_model_table, read_name_table
 from layoutmap.checkpoint.renamed_source import rename_source
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -26,7 +26,7 @@ _WRITTEN, _FAILED, _AWAIT_REQUEST = -1, -2, -3
 class ModelSource(Source):
     """Read the values of a model as a source. One variable is gathered at a time.
 
-    With several processes, the first one broadcasts the number of each variable that it reads, and all gather it.
+    With several processes, the first one broadcasts the index of each variable that it reads, and all gather it.
 
     Args:
         model: The model.
@@ -38,7 +38,7 @@ class ModelSource(Source):
     """
 
     def __init__(self, model: object, verb: str):
-        self.adapter = require_capability(get_model_adapter(model), Checkpointing, verb)
+        self.adapter = require_capability(get_model_adapter(model), CheckpointAdapter, verb)
         self._verb = verb
         self._engine = get_engine(self.adapter.engine_name)
         self._arrays: dict[str, Any] = {}
@@ -65,7 +65,7 @@ class ModelSource(Source):
         self._gather = None
 
     def release_followers(self, *, is_complete: bool) -> None:
-        """End `follow_first_process` in the other processes. It raises there if the reads are not complete."""
+        """End `follow_first_process` in the other processes, where it raises if the reads are not complete."""
         self._broadcast_number(_WRITTEN if is_complete else _FAILED)
 
     def follow_first_process(self) -> None:
@@ -89,11 +89,11 @@ class ModelSource(Source):
         return self._last[1][wanted]
 
     def _broadcast_number(self, number: int) -> int:
-        """Return the number of process 0 in all processes: of the variable to gather, or a code for the end."""
+        """Return process 0's `number` in all processes: the index of a variable to gather, or a code for the end."""
         return number if self._gather is None else int(self._gather(np.array(number)).max())
 
 
-def read_model_name_table(names: Names, model: object, adapter: Checkpointing) -> NameTable | None:
+def read_model_name_table(names: Names, model: object, adapter: CheckpointAdapter) -> NameTable | None:
     """Read the name table for a model, or return None if its variables keep their paths.
 
     Args:
@@ -113,7 +113,7 @@ def read_model_name_table(names: Names, model: object, adapter: Checkpointing) -
 
 
 def select_weights(source: Source, table: NameTable | None) -> tuple[Source, list[SavedVariable]]:
-    """Return a source under the names of a table, and its variables that are weights or moving statistics."""
+    """Return a pair: the renamed source, and the list of its variables that are weights or moving statistics."""
     if table is not None:
         source = rename_source(source, table)
     return source, [v for v in source.variables.values() if v.kind in (Kind.WEIGHT, Kind.STATE)]

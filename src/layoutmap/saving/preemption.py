@@ -54,7 +54,7 @@ class PreemptionSignal:
 
 
 def _restore_handler(handler: Any, earlier_handler: Any) -> None:
-    """Install the earlier handler of SIGTERM again, unless another one has replaced `handler` since."""
+    """Install the earlier handler of SIGTERM again, unless the program has replaced `handler` since."""
     is_installed = signal.getsignal(signal.SIGTERM) is handler
     if is_installed and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL if earlier_handler is None else earlier_handler)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from layoutmap.adapters import (
-    Checkpointing,
+    CheckpointAdapter,
     find_model_adapter,
     get_adapter,
     get_model_adapter,
@@ -37,7 +37,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.saving.load import ModelLoader, find_model_mesh, mark_partial_load
 from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, select_weights
-from layoutmap.saving.stream import announce_reads, compute_digest
+from layoutmap.saving.stream import compute_digest, release_followers_at_end
 from layoutmap.scope.process_group import MeshProcesses
 
 _KINDS = Kind.WEIGHT, Kind.STATE
@@ -91,7 +91,7 @@ def receive(
     """
     if find_model_adapter(model) is None and callable(model):
         return _receive_for_function(model, open_link(source, timeout_seconds), library, spool)
-    adapter = require_capability(get_model_adapter(model), Checkpointing, "receive")
+    adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "receive")
     processes = MeshProcesses(get_engine(adapter.engine_name), find_model_mesh(adapter, model))
     table = read_model_name_table(names, model, adapter)
     variables = [each.variable for each in adapter.list_stored_variables(model)]
@@ -130,7 +130,7 @@ def receive(
             _store_needed_unchanged(model, table, received.unchanged, kept, scratch / "kept")
             processes.run_in_all(lambda: received.add_files(scratch / "kept"), "receive")
 
-        # All values are verified, so only an interrupt could leave a mix of old and new ones (decisions/0246).
+        # All values are verified, so only an interrupt could mix old and new values. So delay it (decisions/0246).
         @contextmanager
         def delay_interrupts_until_answer() -> Generator[None]:
             after_answer.enter_context(delay_interrupts())
@@ -188,7 +188,7 @@ def _receive_for_function(
     function: Callable[..., Any], link: StreamLink, library: str | None, spool: str | None
 ) -> Any:
     """Receive weights, pass them to a function, and return its result."""
-    adapter = require_capability(get_adapter(library), Checkpointing, "receive") if library else None
+    adapter = require_capability(get_adapter(library), CheckpointAdapter, "receive") if library else None
     with _answer_sender(link), _open_temporary_folder(spool) as scratch:
         folder = _receive_files(link, scratch, lambda begin: None)
         weights = _ReceivedWeights(_read_begin_record(scratch), folder).iterate_arrays()
@@ -219,7 +219,7 @@ def _read_begin_record(scratch: Path) -> BeginRecord:
 def _find_changed_variables(
     values: ModelValues, variables: Iterable[VariableSpec], unchanged: Collection[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the paths of variables that change, and the names of unchanged tensors that are parts of these."""
+    """Return a pair: the paths of changed variables, and the names of unchanged tensors that are parts of these."""
     changed: set[str] = set()
     kept: dict[str, None] = {}
     for variable in variables:
@@ -234,7 +234,7 @@ def _find_changed_variables(
 def _store_needed_unchanged(
     model: object, table: NameTable | None, unchanged: Mapping[str, str], needed: Sequence[str], folder: Path
 ) -> None:
-    """Compare the model with the checksums of weights that were not sent, and write the needed ones to files.
+    """Compare the model with the checksums of unchanged weights, and write the needed ones of these to files.
 
     Raises:
         CheckpointError: A value differs, since the model has missed an earlier stream.
@@ -244,12 +244,12 @@ def _store_needed_unchanged(
         source.follow_first_process()
         return
     named, _ = select_weights(source, table)
-    with announce_reads(source):
+    with release_followers_at_end(source):
         for name, checksum in unchanged.items():
             if compute_digest(named.read(name)) != checksum:
                 raise CheckpointError(
-                    f"{name}: the sender did not send this unchanged weight, but the model has another value",
-                    why="the model missed an earlier stream, has changed since, or uses another dtype",
+                    f"{name}: the sender did not send this unchanged weight, but the model has a different value",
+                    why="the model missed an earlier stream, has changed since, or uses a different dtype",
                     fix="send all weights: pass since={} to stream",
                 )
         folder.mkdir()
@@ -259,7 +259,7 @@ def _store_needed_unchanged(
 
 @contextmanager
 def _open_temporary_folder(spool: str | None) -> Generator[Path]:
-    """Create a temporary folder for the stream, and delete it when the block ends."""
+    """Create a temporary folder for the stream, yield its path, and delete it when the block ends."""
     try:
         scratch = tempfile.TemporaryDirectory(prefix="layoutmap-", dir=spool)
     except OSError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from layoutmap.adapters import Checkpointing, get_model_adapter, require_capability
+from layoutmap.adapters import CheckpointAdapter, get_model_adapter, require_capability
 from layoutmap.adapters.data_states import read_state
 from layoutmap.adapters.protocol import StoredVariable
 from layoutmap.checkpoint.lineage import SavedStep, StepHistory, convert_lineage_to_facts, make_step_lineage
@@ -69,17 +69,17 @@ class SavePlan:
         *,
         patience_seconds: float | None = None,
     ) -> StepWriter:
-        """Create the folder of the step. All processes must call this.
+        """Create the folder of the step, and return the writer of this process's part. All processes must call this.
 
-        No process needs another one after it returns, so `StepWriter.write` may run on a thread.
+        After this returns, no process needs a collective for the save, so `StepWriter.write_step` may run on a thread.
 
         Args:
-            choose_lineage: Returns the lineage of the new step, given the id of the save. Called in the first process.
+            choose_lineage: Called in the first process with the id of the save, to get the lineage of the new step.
                 `None`: the new step continues the step that was saved last.
             patience_seconds: See `StepWriter`.
 
         Raises:
-            CheckpointError: The step exists already, or there is not enough space; in all processes.
+            CheckpointError: The step exists already, or there is not enough space. All processes raise it.
         """
         own_token, step = make_random_token(), self.manifest.step
 
@@ -127,18 +127,18 @@ def plan_save(
     """Plan a step of a checkpoint with all processes of the model, without writing anything.
 
     Args:
-        model: See `save`, as for all but `metrics`.
-        directory: Where checkpoints of the model are kept.
+        model: See `save`.
+        directory: See `save`.
         step: The number of the step.
-        optimizer: The model's optimizer.
-        data: What has a position in the data.
-        metadata: What else to keep.
-        metrics: Numbers by which steps are compared; those of the first process are kept.
+        optimizer: See `save`.
+        data: See `save`.
+        metadata: See `save`.
+        metrics: Numbers by which steps are compared. Those of the first process are saved.
 
     Raises:
-        CheckpointError: Something cannot be saved, or the processes differ; in all of them.
+        CheckpointError: Something cannot be saved, or the processes differ. All processes raise it.
     """
-    adapter = require_capability(get_model_adapter(model), Checkpointing, "save")
+    adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "save")
     engine = get_engine(adapter.engine_name)
     stored = list(adapter.list_stored_variables(model, optimizer))
     layouts = {each.variable.path: engine.get_layout(each.array) for each in stored}
@@ -208,7 +208,7 @@ def _assign_shards(
 def _iterate_distinct_shards(
     group: MeshProcesses, variable: VariableSpec, layout: Layout | None
 ) -> Iterator[tuple[list[int], Index, int]]:
-    """Yield each distinct shard of a variable: the processes that store it, its index, and its bytes."""
+    """Yield for each distinct shard of a variable: the processes that store it, its index, and its bytes."""
     if layout is None:
         yield [0], make_full_index(variable.shape), variable.global_bytes
         return
@@ -222,7 +222,7 @@ def _iterate_distinct_shards(
 
 def make_process_group(model: object) -> MeshProcesses:
     """Return the group of processes that store a model."""
-    adapter = require_capability(get_model_adapter(model), Checkpointing, "save")
+    adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "save")
     engine = get_engine(adapter.engine_name)
     layouts = {
         each.variable.path: engine.get_layout(each.array) for each in adapter.list_stored_variables(model)
@@ -249,7 +249,7 @@ def _make_plan_table(
 
 
 def _find_common_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
-    """Return the only mesh of all layouts, or None if all variables are unsharded. Raise if there are several."""
+    """Return the mesh of all layouts, or None if nothing is sharded. Raise if there are several meshes."""
     meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
     # The layouts of torch slots come from a DeviceMesh, not from the `Mesh` of the weights, so compare bound meshes.
     bound = {engine.bind_mesh(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}

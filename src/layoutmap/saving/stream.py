@@ -27,7 +27,7 @@ def stream(
     processes: Literal["all", "first"] = "all",
     since: Mapping[str, str] | None = None,
 ) -> Stream:
-    """Return the weights of a model one by one, for an inference engine or for another process.
+    """Return an iterable of the weights of a model, for an inference engine or a different process.
 
     Each weight is gathered when the iteration reaches it, so a process holds one unsharded variable at a time, besides
     those that the caller keeps. Moving statistics are included. Random states and optimizer slots are not. A tied
@@ -72,7 +72,7 @@ def stream(
 
 
 class Stream:
-    """Iterate over the weights of a model by name, or send them. See `stream`.
+    """Iterate over the weights of a model by name, or send all weights to another process. See `stream`.
 
     Attributes:
         checksums: The checksum of each weight, after an iteration or `write` with `since`.
@@ -98,7 +98,7 @@ class Stream:
             return
         named, variables = select_weights(source, self._table)
         self.checksums = {}
-        with announce_reads(source):
+        with release_followers_at_end(source):
             for variable in variables:
                 # The caller may keep and modify the values, so copy them.
                 values = np.array(named.read(variable.path))
@@ -128,7 +128,7 @@ class Stream:
             source.follow_first_process()
             return
         named, variables = select_weights(source, self._table)
-        with announce_reads(source):
+        with release_followers_at_end(source):
             link = open_link(sink, timeout_seconds)
             since = self._since or {}
             digests = (
@@ -155,8 +155,8 @@ def compute_digest(values: NumpyArray) -> str:
 
 
 @contextmanager
-def announce_reads(source: ModelSource) -> Generator[None]:
-    """Let the other processes gather each variable that this one reads, until the block ends."""
+def release_followers_at_end(source: ModelSource) -> Generator[None]:
+    """After the block, release the other processes, which gather each variable that this process reads in the block."""
     is_complete = False
     try:
         yield

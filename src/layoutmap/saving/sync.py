@@ -1,4 +1,4 @@
-"""Move the weights of a trainer to a sampler with other layouts, and send only bytes that it lacks: `plan_sync`."""
+"""Move the weights of a trainer to a sampler with different layouts, sending only bytes that it lacks: `plan_sync`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Sync:
         old = self._sampler.read_arrays(sampler)
         model = self._sampler.model
         is_tree = not has_identity(model)
-        if is_tree:  # so that a guard finds a program that goes on using the old arrays
+        if is_tree:  # so that a guard raises if a program goes on using the old arrays
             record_array_versions(
                 self._identity, (old[row.variable.path] for row in self.plan.rows), self.version
             )
@@ -128,7 +128,7 @@ class Sync:
     def _get_movers(
         self, donate: bool, arrays: Sequence[Array], old: Mapping[str, Array]
     ) -> list[tuple[Sequence[int], Mover]]:
-        """Return groups of row indices, each with a compiled function that makes their new arrays."""
+        """Return pairs of row indices and a function that makes the new arrays of these rows: one pair per step."""
         if donate not in self._movers:
             steps = _group_rows_into_steps(self.plan, _STEP_BYTES) if donate else [range(len(self.plan.rows))]
             self._movers[donate] = [(step, self._make_mover(step, arrays, old)) for step in steps]
@@ -140,7 +140,7 @@ class Sync:
         variables = [self.plan.rows[n].variable for n in indices]
         own = [old[each.path] for each in variables]
         engine = self._sampler.engine
-        # JAX programs accept neither padded arrays nor uneven shapes, so move those through the host (decisions/0230).
+        # JAX programs accept neither padded arrays nor uneven shapes, so move these through the host (decisions/0230).
         is_padded = any(getattr(array, "is_padded", False) for array in (*arrays, *own))
         if engine is self._trainer.engine and engine.make_mover is not None and not is_padded:
             return engine.make_mover(moves, arrays, own)
@@ -151,7 +151,7 @@ class Sync:
         ]
 
     def _verify_arrays(self, indices: Sequence[int], arrays: Sequence[Array], new: Sequence[Array]) -> None:
-        """Raise if checksums of new arrays differ from those of the trainer's values."""
+        """Raise if the checksums of new arrays differ from the checksums of the trainer's values."""
         rows = [self.plan.rows[n] for n in indices]
         wrong = find_wrong_variables(
             self._trainer, self._sampler, rows, arrays, new, self._sum_over_processes
@@ -160,12 +160,12 @@ class Sync:
             raise CheckpointError(
                 f"{format_count(len(wrong), 'variable')} arrived with wrong values",
                 facts={"variables": join_names(wrong)},
-                why="the checksums of the trainer's and the sampler's values differ",
+                why="the checksums of the trainer's and of the sampler's values differ",
                 fix="sync again; if the error persists, report it with this plan",
             )
 
     def _run_in_all_processes(self, compute: Callable[[], list[Array]]) -> list[Array]:
-        """Call a function. If it raises in one process, raise in all of them."""
+        """Call a function, and return its result. If the function raises in one process, raise in all of them."""
         return (
             call_and_share_errors(compute, self._gather_values, "sync")
             if self._mesh is not None
@@ -173,7 +173,7 @@ class Sync:
         )
 
     def _gather_values(self, values: NumpyArray) -> NumpyArray:
-        """Return the values of all processes, one row each."""
+        """Return the values of all processes, with one row per process."""
         assert self._mesh is not None
         return self._trainer.engine.gather_from_processes(values, self._mesh)
 
@@ -191,7 +191,7 @@ def plan_sync(
     names: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     ignore: str | Sequence[str] = (),
 ) -> Sync:
-    """Plan how a sampler with other devices and layouts gets the weights of a trainer. Nothing moves yet.
+    """Plan how a sampler with different devices and layouts gets the weights of a trainer. Nothing moves yet.
 
     After a sync, both have the same logical values. Each device receives only the part of its new shard that it does
     not hold, from one device that holds it. Nothing is gathered in full. Values are cast to the sampler's dtypes.
@@ -205,7 +205,7 @@ def plan_sync(
 
     Args:
         trainer: Model or tree of sharded arrays, of any supported library.
-        sampler: Another one, of the same or another library. Its arrays keep their layouts and dtypes.
+        sampler: Model or tree, too, of the same or a different library. Its arrays keep their layouts and dtypes.
         names: Names of the sampler's variables in the trainer, and axes to permute, split, or join, as of fused query,
             key, and value kernels; see `load`. `None`: the same names.
         ignore: Regexes that match the start of the paths of variables that are not synced, such as a frozen base of
@@ -240,7 +240,7 @@ def plan_sync(
 
 
 def _group_rows_into_steps(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
-    """Yield ranges of rows, each of at most `step_bytes`. A larger variable has a range of its own."""
+    """Yield ranges of row indices, each with at most `step_bytes` of values. A larger row is a range of its own."""
     begin, total = 0, 0
     for number, row in enumerate(plan.rows):
         if number > begin and total + row.variable.global_bytes > step_bytes:

@@ -35,7 +35,7 @@ def find_wrong_variables(
     new: Sequence[Array],
     sum_over_processes: Callable[[NumpyArray], NumpyArray],
 ) -> list[str]:
-    """Return the paths of variables with other values on this process's devices than in the trainer.
+    """Return the paths of the variables with values on this process's devices that differ from the trainer's values.
 
     Args:
         trainer: The end that provides the values.
@@ -54,7 +54,7 @@ def find_wrong_variables(
         sources = [(trainer.stored[numbers[path]], arrays[numbers[path]]) for path in row.sources]
         positions: dict[str, NumpyArray] = {}
         if row.conversion is not None:
-            positions = _find_result_positions(row.conversion, [source for source, _ in sources])
+            positions = _find_element_positions_in_result(row.conversion, [source for source, _ in sources])
         for source, array in sources:
             _add_source_checksums(sums, trainer, source, array, row, positions.get(source.variable.path))
         expected.append(sums)
@@ -73,7 +73,7 @@ def find_wrong_variables(
     return wrong
 
 
-def _find_result_positions(
+def _find_element_positions_in_result(
     conversion: Conversion, sources: Sequence[StoredVariable]
 ) -> dict[str, NumpyArray]:
     """Return, for each source, the position of each of its elements in the converted result, or -1 if unused."""
@@ -100,7 +100,7 @@ def _add_source_checksums(
     row: SyncRow,
     positions: NumpyArray | None,
 ) -> None:
-    """Add checksums of the shards in this process to `sums`. A replicated shard counts once, for its first device."""
+    """Add to each block's checksum in `sums` the values of one source in this process. Skip replicas of a shard."""
     dtype, shape = get_numpy_dtype(row.variable.dtype, row.variable.path), row.variable.shape
     device_blocks = trainer.find_device_blocks(source)
     first: dict[Ends, str] = {}
@@ -129,6 +129,6 @@ def _is_in_block(positions: NumpyArray, shape: Sequence[int], block: Index) -> N
     """Return a mask of the flat positions that are inside a block of an array."""
     if not compute_block_shape(block):
         return positions >= 0
-    places = np.unravel_index(np.maximum(positions, 0), tuple(shape))
-    is_inside = [(p.start <= place) & (place < p.stop) for p, place in zip(block, places, strict=True)]
+    coordinates = np.unravel_index(np.maximum(positions, 0), tuple(shape))
+    is_inside = [(p.start <= each) & (each < p.stop) for p, each in zip(block, coordinates, strict=True)]
     return np.logical_and.reduce(is_inside) & (positions >= 0)

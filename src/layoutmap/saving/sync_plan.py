@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layoutmap.adapters import Checkpointing, get_model_adapter, require_capability
+from layoutmap.adapters import CheckpointAdapter, get_model_adapter, require_capability
 from layoutmap.adapters.protocol import StoredVariable
 from layoutmap.checkpoint.axes import AxisConversion
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
@@ -19,7 +19,7 @@ from layoutmap.core.blocks import Index, NumpyArray, make_full_index
 from layoutmap.core.errors import LayoutError, PlanError, format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_at_numbers
 from layoutmap.core.pieces import ArrayMove, find_block_transfers
 from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import Kind, VariableSpec, get_itemsize
@@ -65,7 +65,7 @@ class SyncRow:
 
     @property
     def dtypes(self) -> str:
-        """The dtype, or both dtypes as text if values are cast."""
+        """The dtype of the variable, or both dtypes as `source -> target` if values are cast."""
         own = self.variable.dtype
         return own if own == self.source_dtype else f"{self.source_dtype} -> {own}"
 
@@ -78,7 +78,7 @@ class SyncPlan:
 
     Args:
         rows: One for each variable of the sampler that is updated, in its order.
-        left_out: Ignored variables: the end and the path of each.
+        left_out: Ignored variables: for each `"trainer"` or `"sampler"`, and its path.
     """
 
     rows: tuple[SyncRow, ...]
@@ -100,7 +100,7 @@ class SyncPlan:
 
     @property
     def casts(self) -> tuple[str, ...]:
-        """Paths of variables that are cast to another dtype."""
+        """Paths of variables that are cast to a different dtype."""
         return tuple(row.variable.path for row in self.rows if row.source_dtype != row.variable.dtype)
 
     def to_text(self, width: int | None = None) -> str:
@@ -130,18 +130,18 @@ class SyncPlan:
             for path in (path for each, path in self.left_out if each == end):
                 groups.setdefault(split_at_numbers(path), []).append(path)
             if groups:
-                paths = ", ".join(map(merge_paths, groups.values()))
+                paths = ", ".join(map(format_merged_paths, groups.values()))
                 yield f"left out of the {end}: {escape_text(paths)}"
 
     def _list_cells(self) -> list[tuple[str, ...]]:
-        """Return the cells of each row, with repeated blocks merged into one row."""
+        """Return the cells of the table. Rows with paths that differ only in numbers are merged into one row."""
         groups: dict[tuple[object, ...], list[SyncRow]] = {}
         for row in self.rows:
             cells = str(row.variable.shape), row.dtypes, row.source_layout, row.target_layout, row.num_bytes
             groups.setdefault((split_at_numbers(row.variable.path), *cells), []).append(row)
         return [
             (
-                merge_paths([row.variable.path for row in rows]),
+                format_merged_paths([row.variable.path for row in rows]),
                 str(len(rows)),
                 str(rows[0].variable.shape),
                 rows[0].dtypes,
@@ -167,7 +167,7 @@ class SyncEnd:
     def __init__(self, name: str, model: object):
         self.name = name
         self.model = model
-        self.adapter = require_capability(get_model_adapter(model), Checkpointing, "plan_sync")
+        self.adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "plan_sync")
         self.engine: Engine = get_engine(self.adapter.engine_name)
         self.stored = self._list_stored_weights()
         self._planned = {each.variable.path: self.describe_variable(each) for each in self.stored}
@@ -298,7 +298,7 @@ class SyncMatching:
         )
 
     def _match_variable(self, target: StoredVariable) -> None:
-        """Add a row, a problem, or an ignored variable for a variable of the sampler."""
+        """Record a sampler's variable as a row, as left out if it is ignored, or as a problem if it cannot sync."""
         variable = target.variable
         numbers, conversion = self._find_source_indices(variable)
         if self._is_ignored(variable.path):
@@ -341,7 +341,7 @@ class SyncMatching:
         self.moves.append(ArrayMove(tuple(numbers), conversion, variable.path))
 
     def _find_source_indices(self, variable: VariableSpec) -> tuple[list[int], AxisConversion | None]:
-        """Return the indices of the trainer's variables with a variable's values, and how these are converted."""
+        """Return a pair: the indices of a variable's sources in the trainer, and the conversion (None: a copy)."""
         paths = (variable.path, *variable.aliases)
         if self._renamed is not None:
             self._renamed.add_from_table(paths, variable.shape)
@@ -361,21 +361,19 @@ class SyncMatching:
     def _find_problem(
         self, target: StoredVariable, sources: Sequence[StoredVariable], conversion: AxisConversion | None
     ) -> Problem | None:
-        """Return the reason why values cannot be copied from the sources as a problem, or None."""
+        """Return a problem that says why values cannot be copied from the sources, or None if they can be copied."""
         variable, source = target.variable, sources[0].variable
         path = variable.path
         if conversion is None and source.shape != variable.shape:
             facts = ("sampler", str(variable.shape)), ("trainer", f"{source.shape}, {source.path}")
-            why = "a sync copies values, and neither pads nor slices them"
+            why = "a sync copies values, and neither pads nor slices arrays"
             fix = "build both models with equal sizes, or write the variable's sources and axes in names="
-            return Problem("shape", "error", path, f"{path}: its shapes differ", facts, why, fix)
+            return Problem("shape", "error", path, f"{path}: the two shapes differ", facts, why, fix)
         if _find_number_kind(source.dtype) != _find_number_kind(variable.dtype):
             facts = ("sampler", variable.dtype), ("trainer", source.dtype)
             why = "a cast between these kinds of numbers changes more than their rounding"
             fix = "sync models with dtypes of the same kind, and quantize the sampler with its library afterwards"
-            return Problem(
-                "dtype", "error", path, f"{path}: its element types differ in kind", facts, why, fix
-            )
+            return Problem("dtype", "error", path, f"{path}: the two dtypes differ in kind", facts, why, fix)
         for end, each in ((self._sampler, target), *((self._trainer, source) for source in sources)):
             if not end.find_device_blocks(each):
                 what = f"{each.variable.path}: its placement on the {end.name}'s devices is unknown"
@@ -388,7 +386,7 @@ class SyncMatching:
     def _count_sent_bytes(
         self, target: StoredVariable, sources: Sequence[StoredVariable], conversion: AxisConversion | None
     ) -> dict[tuple[str, str], int]:
-        """Return the bytes sent from one device to another, by the names of both."""
+        """Return the bytes that devices send, by pairs of the sender's and the receiver's name."""
         target_blocks = self._sampler.find_device_blocks(target)
         # Devices of two engines may have equal names but do not share memory, so add the engine's name.
         label = "" if self._trainer.engine is self._sampler.engine else f"{self._trainer.engine.name} "
@@ -403,9 +401,9 @@ class SyncMatching:
                 for device, index in target_blocks.items()
             }
             itemsize = min(get_itemsize(target.variable.dtype), get_itemsize(source.variable.dtype))
-            for piece in find_block_transfers(source_blocks, blocks):
-                if piece.sender != piece.receiver:
-                    found[piece.sender, piece.receiver] += int(piece.num_elements * itemsize)
+            for each in find_block_transfers(source_blocks, blocks):
+                if each.sender != each.receiver:
+                    found[each.sender, each.receiver] += int(each.num_elements * itemsize)
         return {pair: count for pair, count in found.items() if count}
 
     def _record_unused_sources(self) -> None:
@@ -417,7 +415,7 @@ class SyncMatching:
         return any(pattern.match(path) for pattern in self._ignored)
 
     def _record_unmatched(self, end: str, variable: VariableSpec) -> None:
-        """Record a variable that only one end has, as ignored or as a problem."""
+        """Record a variable as left out if it is ignored, or else as a problem, because only one end has it."""
         path = variable.path
         if self._is_ignored(path):
             self.left_out.append((end, path))
@@ -432,7 +430,7 @@ class SyncMatching:
                 "unmatched",
                 "error",
                 path,
-                f"{path}: only the {end} has it",
+                f"{path}: only the {end} has this variable",
                 facts,
                 "a variable that is not synced keeps its old values without a warning",
                 f"name its counterpart in names=, or pass ignore=[{path!r}]",
@@ -441,7 +439,7 @@ class SyncMatching:
 
 
 def _find_number_kind(dtype: str) -> str:
-    """Return the kind of numbers of a dtype, such as `"f"` for all floating-point ones. Casts stay within a kind."""
+    """Return the kind of numbers of a dtype, such as `"f"` for floating point. A sync casts only within a kind."""
     if dtype == "bool":
         return "bool"
     kind = get_numpy_dtype(dtype).kind

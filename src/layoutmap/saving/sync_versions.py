@@ -1,4 +1,4 @@
-"""Record the version of weights at both ends of a sync, to detect a sampler that missed one."""
+"""Record the version of weights at both ends of a sync, to detect a sampler that missed a sync."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def has_identity(model: object) -> bool:
 
 
 def find_identity(trainer: object, arrays: Iterable[Array], last: object) -> object:
-    """Return the identity of a trainer: the trainer itself, or for a tree an object that its arrays refer to.
+    """Return the identity of a trainer: the trainer itself, or for a tree an object that is stored for its first array.
 
     Args:
         trainer: The trainer.
@@ -62,7 +62,7 @@ def find_identity(trainer: object, arrays: Iterable[Array], last: object) -> obj
 
 
 def begin_version(identity: object, version: int | None, last: int) -> int:
-    """Return the version number of the next sync, and record it as the trainer's newest one."""
+    """Return the version number of the next sync. Record it as the trainer's newest version, unless one is newer."""
     newest = _newest.get(identity, 0)
     begun = max(last + 1, newest) if version is None else version
     _newest[identity] = max(begun, newest)
@@ -89,7 +89,7 @@ def record_array_versions(identity: object, arrays: Iterable[Array], version: in
 def find_missed_version(
     sampler: object, list_arrays: Callable[[], Iterable[Array]]
 ) -> tuple[int, int] | None:
-    """Return the sampler's version and the trainer's newer one, or None if the sampler has the newest."""
+    """Return a sampler's version and the trainer's newer version, or None if the sampler has missed no sync."""
     found: list[Versions] = []
     if has_identity(sampler):
         found.append(_received.get(sampler, {}))

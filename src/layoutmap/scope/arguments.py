@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def document_scope_options(function: F) -> F:
-    """Show the scope's options in place of `**options` in a function's signature and docstring, and return it."""
+    """Return the function, with the scope's options in place of `**options` in its signature and docstring."""
     parameters = list(inspect.signature(function).parameters.values())[:-1]
     for field in dataclasses.fields(ScopeOptions):
         kind, default = inspect.Parameter.KEYWORD_ONLY, field.default
@@ -37,7 +37,7 @@ def document_scope_options(function: F) -> F:
 
 
 def check_model_function(make_model: object, layout_map: object, caller: str) -> None:
-    """Raise unless the arguments of a call are a function that creates a model, and a layout map."""
+    """Raise unless the two arguments of a call are a function that creates a model and a layout map."""
     _check_not_swapped(make_model, layout_map, caller, "make_model")
     check_layout_map(layout_map, caller)
     if find_model_adapter(make_model) is not None:
@@ -99,10 +99,10 @@ def _check_not_swapped(model: object, layout_map: object, caller: str, model_arg
 
 
 def check_cost_options(on: object, num_devices: int, options: Mapping[str, object]) -> None:
-    """Raise if an option of `plan` for the cost of a step is given, but no machine for which to count the cost.
+    """Raise if `plan` gets an option for the cost of a step, but no machine that the cost is for.
 
     Args:
-        on: The machine; `None`: no cost is counted.
+        on: The machine; `None`: no cost is computed.
         num_devices: The size of the mesh, for the fix in the message.
         options: The options by name.
     """
@@ -110,12 +110,12 @@ def check_cost_options(on: object, num_devices: int, options: Mapping[str, objec
         if on is None and value not in (None, False):
             raise ScopeError(
                 f"plan: {name}={value!r} has no effect without on=",
-                why="it affects the cost of a training step, which is counted only with on=",
+                why="it affects the cost of a training step, which is computed only with on=",
                 fix=f"leave {name} out, or name the machine, as in on='h100:{num_devices}'",
             )
 
 
-# The cost counts recomputed layers, so `remat` is a regex over layer paths (decisions/0094).
+# Layers recompute activations as a whole, so `remat` is a regex over layer paths (decisions/0094).
 def check_remat(remat: Any) -> None:
     """Raise unless `remat` is `None` or a regex for the layers that recompute activations."""
     try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.adapters import REFUSED_LIBRARIES, Building
+from layoutmap.adapters import REFUSED_LIBRARIES, ModelAdapter
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.protocol import Session
 from layoutmap.core.errors import EngineError, LayoutMapWarning, ScopeError, format_message, join_names
@@ -51,7 +51,7 @@ class Scope:
     def __init__(
         self,
         layout_map: RuleSet,
-        adapter: Building,
+        adapter: ModelAdapter,
         engine: Engine | None = None,
         options: ScopeOptions | None = None,
         *,
@@ -146,7 +146,7 @@ class Scope:
         self.plan = self.plan.add_problem(Problem("gathering", "note", subject, message))
 
     def assign_single_layout(self, variable: VariableSpec) -> Assignment:
-        """Return the layout of one variable, before the others are known: its rule's layout if it fits."""
+        """Return the layout of a variable before all variables are known: its rule's if that fits, else replicated."""
         plan = make_plan(
             [variable],
             self.layout_map,
@@ -161,7 +161,7 @@ class Scope:
     def create_arrays(
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
-        """Create initial values in their layouts. All processes of the mesh must call this."""
+        """Return initial arrays in their layouts, by key. All processes of the mesh must call this."""
         values = self.values
         readers = (
             {} if values is None else {key: values.make_reader(a.variable) for key, a in assignments.items()}
@@ -203,7 +203,7 @@ class Scope:
         return layout if layout is None or self.several_dims else keep_largest_dims(layout)
 
     def _iterate_unsupported_problems(self, plan: Plan) -> Iterator[Problem]:
-        """Yield an error for each layout or dtype in the plan that the engine cannot store. Devices are not used."""
+        """Yield an error for each layout or dtype in the plan that the engine cannot store, without using devices."""
         engine = get_engine(self._engine_name)
         refusals: dict[Layout | str, EngineError | None] = {}
         for path in (match.path for match in plan.activations):
@@ -217,7 +217,7 @@ class Scope:
                 refusals[layout] = _catch_engine_error(engine.check_layout, layout)
             if variable.dtype not in refusals:
                 refusals[variable.dtype] = _catch_engine_error(engine.check_dtype, variable.dtype, "")
-            # A variable without its own rule has its parent's layout, for which the parent's problem is enough.
+            # A variable without its own rule has its parent's layout, so the parent's problem is enough.
             if assignment.match and (error := refusals[layout]) is not None:
                 yield Problem(
                     "unsupported layout",
@@ -246,7 +246,7 @@ class Scope:
 
     @property
     def batches(self) -> tuple[str, ...] | None:
-        """The mesh dims that shard batches, as observed in training steps. `None`: the program places them."""
+        """Mesh dims that shard batches, as observed in training steps, or `None` if the user's code shards batches."""
         dim, seen = self.policy.batch_dim, self.policy.batches
         if dim is not None:
             return () if seen and True not in seen else list_batch_dims(dim)
@@ -277,7 +277,7 @@ class Scope:
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def warn_of_unbuilt_layers(self) -> None:
-        """Warn, with the option `strict`, that layers without weights are checked only when they create weights."""
+        """With `strict`, warn that rules for layers without weights are checked only when these create weights."""
         unbuilt = self.session.list_unbuilt_layers()
         if not self.options.strict or not unbuilt:
             return
@@ -303,7 +303,7 @@ class Scope:
 
 
 def get_map_mesh(layout_map: RuleSet) -> Mesh:
-    """Return the mesh of a layout map, or raise a `ScopeError` without one."""
+    """Return the mesh of a layout map. Raise a `ScopeError` if it has none."""
     if layout_map.mesh is None:
         raise ScopeError(
             "the layout map has no mesh",

@@ -65,10 +65,10 @@ class ImportedMaps(RuleSet):
         if lost := _find_lost_layouts(plan, rules):
             _warn_user(
                 f"from_plan: {format_count(len(lost), 'variable')} of the plan "
-                f"{'is' if len(lost) == 1 else 'are'} not in the map",
+                f"{'gets' if len(lost) == 1 else 'get'} a different layout, or none, from the map",
                 lost,
-                "rules give layouts of variables, and slots follow their weights",
-                "print the plan to see all of it",
+                "rules give layouts only on the map's mesh, and slots follow their weights",
+                "print the plan to see the layouts that rules cannot give",
             )
         outputs = sorted({m.rule for m in plan.activations if m.rule}, key=lambda rule: rule.number)
         activations = {rule.pattern: rule.layout for rule in outputs}
@@ -269,8 +269,8 @@ class ImportedMaps(RuleSet):
             _warn_user(
                 f"{where}: {format_count(len(unused), 'rule')} without effect",
                 {"rules": ", ".join(unused)},
-                "they match no path, or earlier rules match first",
-                "ignore this if the model has no such part, else correct them or move them up",
+                "these rules match no path, or earlier rules match first",
+                "ignore this if the model has no such part, else correct the rules or move them up",
             )
         return cls(on, make_path_rules(specs))
 
@@ -328,7 +328,7 @@ class ImportedMaps(RuleSet):
                 f"{where}: {len(without)} names of axes have no rule",
                 {"names": ", ".join(without)},
                 "linen leaves such an axis unsharded",
-                f"say so, with ({without[0]!r}, None) among the rules, or say over which dim it is sharded",
+                f"add a rule: ({without[0]!r}, None), or a mesh dim in place of None",
             )
         return cls(on, make_path_rules(specs))
 
@@ -340,13 +340,13 @@ def _require_mesh(mesh: Mesh | str) -> Mesh:
         raise MeshError(
             "the mesh is missing",
             why="specs name dims of a mesh",
-            fix='pass a mesh, as in lm.create_mesh("batch=2,model=4"), or this text',
+            fix='pass a mesh, as in mesh="batch=2,model=4"',
         )
     return found
 
 
 def _find_lost_layouts(plan: PlanTable, rules: RuleSet) -> dict[str, object]:
-    """Return why the rules do not give the layout in the plan, for each variable for which that is so, by path."""
+    """Return the reason for each variable to which the rules do not give its layout in the plan, by path."""
     planned = make_plan([a.variable for a in plan.assignments], rules, complete=False)
     lost: dict[str, object] = {
         problem.subject: problem.what.removeprefix(f"{problem.subject}: ")

@@ -141,7 +141,7 @@ class LayoutMap(ImportedMaps):
         zero_dim: str | None = None,
         memory: str | None = None,
     ) -> Plan:
-        """Plan the layouts of an optimizer's state, as a dry run of `build_optimizer`. Computes nothing.
+        """Plan the layouts of an optimizer's state, as a dry run of `build_optimizer` without computations.
 
         Args:
             tx: See `build_optimizer`.

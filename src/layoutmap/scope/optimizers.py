@@ -117,7 +117,7 @@ def _plan_slots(
 
 
 def _replace_slot_memory(assignment: Assignment, memory: str) -> Assignment:
-    """Return the assignment of a slot with its layout in a memory kind. Others (counts, parameters, padded) stay."""
+    """Return a slot's assignment in this memory kind. Other assignments and padded ones are returned unchanged."""
     if not is_sharded_by_zero(assignment.variable) or assignment.is_padded:
         return assignment
     return replace(assignment, layout=assignment.layout.replace_memory(memory))

@@ -1,4 +1,4 @@
-"""Find out the library of the model that a function returns, if several libraries are imported."""
+"""Find the library of the model that a function returns, if several libraries are imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class OtherLibraryError(ScopeError):
-    """Raised if a model belongs to another library than the scope.
+    """Raised if a model does not belong to the library of its scope.
 
     Attributes:
         library: The library of the model.
@@ -35,10 +35,10 @@ class OtherLibraryError(ScopeError):
 
 
 def check_model_library(model: object, library: str) -> None:
-    """Raise if a model belongs to another library than the scope.
+    """Raise if a model does not belong to the library of its scope.
 
     Raises:
-        OtherLibraryError: The model is of another library.
+        OtherLibraryError: The model is of a different library.
         ScopeError: The value is not a model of a supported library.
     """
     owner = get_model_adapter(model).name
@@ -121,7 +121,7 @@ def retry_with_model_library(function: Callable[P, R]) -> Callable[P, R]:
         from layoutmap.adapters.random_states import read_states, restore_states
 
         values = [*args, *kwargs.values()]
-        # Without a layout map, `load` uses an existing model, so nothing must be rebuilt.
+        # Without a layout map, `load` uses an existing model, so do not start with JAX.
         builds = any(isinstance(value, RuleSet) for value in values)
         is_jax = builds and "jax" in imported and find_named_libraries(values[0]) == {"jax"}
         states = read_states()

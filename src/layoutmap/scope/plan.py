@@ -121,7 +121,7 @@ class Plan(PlanTable):
         return explain_variable(self, path, make_plan_table(variables, layout_map, complete=False))
 
     def diff(self, other: PlanTable) -> PlanDiff:
-        """Compare with another plan. The result is false if nothing differs.
+        """Compare with the plan `other`. The result is false if nothing differs.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec

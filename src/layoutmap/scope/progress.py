@@ -93,7 +93,7 @@ class Progress(ProgressLine):
 
 
 class ElapsedTime(ProgressLine):
-    """Show the seconds that a task has taken."""
+    """Show the seconds that a task has taken so far."""
 
     def __init__(self, task: str, *, enabled: ProgressMode = None):
         super().__init__(enabled)

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from layoutmap.adapters import (
-    Building,
-    Training,
+    ModelAdapter,
+    TrainingAdapter,
     get_adapter,
     get_imported_adapter,
     get_model_adapter,
@@ -177,7 +177,7 @@ def plan(
     device_memory: int | None = None,
     advise: bool = True,
 ) -> Plan:
-    """Return the layout of each variable of a model, as a dry run of `build` that creates no values.
+    """Return a plan with the layout of each variable of a model, from a dry run that creates no values.
 
     The dry run allocates no array and needs no device, so the mesh may have any size. The function's model has only
     shapes, and is discarded. Random states are restored, so the plan does not change the values of the next model.
@@ -210,8 +210,8 @@ def plan(
         fuse_attention: Whether `on` counts attention as one fused kernel (flash attention) that stores no scores,
             although the model calls none; see `lower_step`.
         device_memory: Memory of a device in bytes, for the verdict; `None`: that of the machine of `on`.
-        advise: Whether to count alternatives if a step does not fit the machine of `on`, for at most 20 seconds of CPU
-            time. The verdict names one that fits.
+        advise: Whether to try alternatives if a step does not fit the machine of `on`, for at most 20 seconds of CPU
+            time. The verdict names an alternative that fits.
 
     Returns:
         The plan, with its problems. Without `strict`, problems do not raise.
@@ -244,7 +244,7 @@ def plan(
     with adapter.preserve_random_states(), pause_garbage_collection():
         prepare = None
         if optimizer is not None:
-            training = require_capability(adapter, Training, "plan: optimizer")
+            training = require_capability(adapter, TrainingAdapter, "plan: optimizer")
             prepare = functools.partial(training.set_optimizer, optimizer=optimizer)
         model = make_model_in_scope(context, make_model, inputs, prepare)
         unbuilt = context.session.list_unbuilt_layers()
@@ -270,13 +270,13 @@ def plan(
     if request is not None and not final.errors:
         with adapter.preserve_random_states():
             request = replace(request, device_memory=device_memory, advises=advise)
-            return load_cost_package().count_and_add_cost(final, context, model, inputs, optimizer, request)
+            return load_cost_package().add_step_cost(final, context, model, inputs, optimizer, request)
     return final.set_limits(device_memory=device_memory)
 
 
 @document_scope_options
 def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) -> Any:
-    """Shard an existing model, with the plan of `build` and the model's own values.
+    """Shard an existing model in place. It keeps its values, and gets the layouts that `build` would plan.
 
     Args:
         model: The model. It is changed in place.
@@ -304,12 +304,12 @@ def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) 
     return sharded_model
 
 
-def _choose_adapter(library: str | None) -> Building:
+def _choose_adapter(library: str | None) -> ModelAdapter:
     return get_adapter(library) if library else get_imported_adapter()
 
 
-def _open_scope(layout_map: RuleSet, adapter: Building, user_options: Mapping[str, Any]) -> Scope:
-    """Return an open scope with the user's options, after starting the devices of its mesh."""
+def _open_scope(layout_map: RuleSet, adapter: ModelAdapter, user_options: Mapping[str, Any]) -> Scope:
+    """Start the devices of a layout map's mesh, and return a scope with the user's options."""
     adapter.check_context()
     engine, mesh = get_engine(adapter.engine_name), get_map_mesh(layout_map)
     bound = engine.bind_mesh(mesh)
@@ -349,7 +349,7 @@ def _open_scope(layout_map: RuleSet, adapter: Building, user_options: Mapping[st
 
 # Adapters check their own options, and the scope checks the common ones (decisions/0171).
 def _check_and_read_options(
-    adapter: Building, user_options: Mapping[str, Any], mesh: Mesh, spans_processes: bool
+    adapter: ModelAdapter, user_options: Mapping[str, Any], mesh: Mesh, spans_processes: bool
 ) -> ScopeOptions:
     """Check the options that the user passed, and return them as `ScopeOptions`."""
     options = ScopeOptions(**{name: value for name, value in user_options.items() if name in COMMON_OPTIONS})

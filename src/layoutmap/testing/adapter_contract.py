@@ -27,7 +27,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.adapters import Capable, get_adapter
-from layoutmap.adapters.protocol import Building, Checkpointing, Inspecting, Training
+from layoutmap.adapters.protocol import CheckpointAdapter, InspectionAdapter, ModelAdapter, TrainingAdapter
 from layoutmap.engines import get_engine
 from layoutmap.testing.old_names import OldMethodNames
 
@@ -69,7 +69,7 @@ class AdapterContract(OldMethodNames):
         raise NotImplementedError
 
     def rules(self, name: str) -> Mapping[str, tuple[str | None, ...]]:
-        """Return rules that fit a model on every mesh. Each sharded axis must divide by 8."""
+        """Return rules that fit a model on every mesh. The size of each sharded axis must be a multiple of 8."""
         raise NotImplementedError
 
     def batch(self, name: str) -> tuple[Any, Any]:
@@ -87,7 +87,7 @@ class AdapterContract(OldMethodNames):
     # -- helpers of the laws
 
     @property
-    def adapter(self) -> Building:
+    def adapter(self) -> ModelAdapter:
         """The adapter under test."""
         return get_adapter(self.library)
 
@@ -96,7 +96,7 @@ class AdapterContract(OldMethodNames):
         return next(iter(self.models().items()))
 
     def make_layout_map(self, name: str, mesh: str = "batch=2,model=4") -> lm.LayoutMap:
-        """Return the rules of a model on a mesh."""
+        """Return a layout map with the rules of a model. Rules skip dims that the mesh lacks."""
         on = lm.create_mesh(mesh)
         rules = {
             p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in self.rules(name).items()
@@ -115,7 +115,7 @@ class AdapterContract(OldMethodNames):
         return self.read_values(self.make_unsharded(name))
 
     def build_sharded(self, name: str, mesh: str = "batch=2,model=4") -> Any:
-        """Return a sharded model of the same seed."""
+        """Return a model that is sharded over a mesh, with the same seed as the unsharded model."""
         self.adapter.set_seed(7)
         return self.make_layout_map(name, mesh).build(self.models()[name], library=self.library)
 
@@ -126,11 +126,11 @@ class AdapterContract(OldMethodNames):
     def require(self, capability: type[Capable]) -> Capable:
         """Return the adapter, or skip the law if the adapter lacks the capability."""
         if not isinstance(self.adapter, capability):
-            pytest.skip(f"the adapter of {self.library} is no {capability.__name__} adapter")
+            pytest.skip(f"the adapter of {self.library} does not implement {capability.__name__}")
         return self.adapter
 
     def assert_shard_shape(self, path: str, variable: Any) -> None:
-        """Assert that each device has a shard of the shape of the variable's layout."""
+        """Assert that all shards of a variable have the shape that its layout gives."""
         array = self.get_array(variable)
         shards = get_engine(self.adapter.engine_name).iterate_shards(array)
         shapes = {tuple(part.stop - part.start for part in index) for index, _ in shards}
@@ -179,7 +179,7 @@ class AdapterContract(OldMethodNames):
         assert all(np.array_equal(a, b) for a, b in zip(expected.values(), actual.values(), strict=True))
 
     def test_paths_are_stable(self):
-        """Paths are the same when a process builds a model again, after other models or sharded."""
+        """A model has the same paths when a process builds it again, after other models, and sharded."""
         first = {name: list(self.adapter.variables(self.make_unsharded(name))) for name in self.models()}
         for name in (*self.models(), self.get_first_model()[0]):
             assert first[name] == list(self.adapter.variables(self.build_sharded(name)))
@@ -199,7 +199,7 @@ class AdapterContract(OldMethodNames):
     def test_a_model_that_existed_is_refused(self):
         """`plan`, `build`, and `check_parity` refuse an existing model, name `apply`, and change nothing."""
         name, make_model = self.get_first_model()
-        training = self.require(Training)
+        training = self.require(TrainingAdapter)
         self.adapter.set_seed(7)
         model, layout_map = make_model(), self.make_layout_map(name)
         expected = self.read_values(model)
@@ -221,7 +221,7 @@ class AdapterContract(OldMethodNames):
 
     def test_it_trains_like_one_device(self, name: str):
         """Forward pass, gradients, and optimizer steps agree with the unsharded model."""
-        self.require(Training)
+        self.require(TrainingAdapter)
         make_model = self.models()[name]
         report = lm.check_parity(
             make_model,
@@ -237,7 +237,7 @@ class AdapterContract(OldMethodNames):
 
     def test_a_checkpoint_is_loaded_on_any_mesh(self, tmp_path: Path):
         """A checkpoint of one mesh loads bit for bit on another mesh and into an unsharded model."""
-        self.require(Checkpointing)
+        self.require(CheckpointAdapter)
         name, make_model = self.get_first_model()
         model = self.build_sharded(name)
         self.adapter.create_lazy_variables(model, self.batch(name))
@@ -322,7 +322,7 @@ class AdapterContract(OldMethodNames):
 
     def test_an_inspected_model_has_the_plan_of_its_build(self):
         """`inspect` returns the assignments of the plan. An unsharded model has the same variables and no scope."""
-        inspecting = self.require(Inspecting)
+        inspecting = self.require(InspectionAdapter)
         name, _ = self.get_first_model()
         sharded, unsharded = self.build_sharded(name), self.make_unsharded(name)
         plan = lm.plan(self.models()[name], self.make_layout_map(name), library=self.library)

@@ -66,7 +66,7 @@ check(engine.call_with_layout(lambda x: x + x, second, [array], {}), second)""",
 def try_array_laws(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Yield the outcome of each law of arrays, with its program if the law does not hold."""
     choices = Choices.from_seed(seed)
-    mesh = Mesh(None, dims := choices.pick_weighted(devices.meshes))
+    mesh = Mesh(None, dims := choices.pick_weighted(devices.mesh_frequencies))
     shape = tuple(choices.pick(1, 2, 3) * mesh.size for _ in range(choices.pick_weighted({2: 4, 3: 3, 1: 2})))
     values = {
         "engine": engine,

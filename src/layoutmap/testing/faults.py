@@ -77,7 +77,7 @@ FAULTS: Mapping[str, Callable[[], list[Fault]]] = {
 
 
 def run_program(program: str) -> tuple[float, str]:
-    """Run a program, and return the number that it prints, or NaN if it prints none, and all its output."""
+    """Run a program. Return the number that it prints, or NaN if there is none, and the whole output."""
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, env=make_cpu_environment(), capture_output=True, text=True)
     number = re.fullmatch(r"(?:times|right:) ([\d.]+)\n", process.stdout)
@@ -86,7 +86,7 @@ def run_program(program: str) -> tuple[float, str]:
 
 
 def try_known_fault(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Yield the outcome for the known fault that a seed chooses: whether it is corrected, and a program if it is not.
+    """Yield whether the known fault that a seed chooses is corrected, with the fault's program if it is not.
 
     Only the first process yields.
     """

@@ -50,7 +50,7 @@ def make_copy(num_bytes: int) -> Callable[[], object]:
 
 
 def get_memory_bytes() -> int | None:
-    """Return the bytes that JAX may use on a device. `None`: the device uses the host's memory."""
+    """Return the bytes that JAX may use on a device, or None if the device uses the host's memory."""
     return _get_memory_stats().get("bytes_limit")
 
 

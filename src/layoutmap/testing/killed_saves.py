@@ -38,14 +38,14 @@ _SECONDS = 120.0
 
 
 def try_killed_save(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Kill a program that saves, load its steps on the devices, and yield the outcome. All processes call it."""
-    dims = Choices.from_seed(seed).pick_weighted(devices.meshes)
+    """Kill a program that saves, load its steps on the devices, and yield the outcome. All processes call this."""
+    dims = Choices.from_seed(seed).pick_weighted(devices.mesh_frequencies)
     law = "a save that is killed leaves the steps before it, for any mesh"
     yield run_law(law, lambda: _check_saved_steps(engine, dims, random.Random(seed))), ""
 
 
 def _check_saved_steps(engine: str, dims: str, rng: random.Random) -> Iterator[str]:
-    """Yield a text for each step that has other values when it is loaded on the mesh than when it was saved."""
+    """Yield a text for each saved step with different values after it is loaded on the mesh."""
     constant = ConstantModel(engine, dims)
     with tempfile.TemporaryDirectory() as own_folder:
         folder, *steps = constant.group.run_in_first(
@@ -59,7 +59,7 @@ def _check_saved_steps(engine: str, dims: str, rng: random.Random) -> Iterator[s
 
 
 def _save_until_killed(engine: str, folder: Path, rng: random.Random) -> list[str]:
-    """Run a program that saves, kill it, and return the numbers of its steps. Fails if a step is damaged."""
+    """Run a program that saves, kill it, and return the numbers of the saved steps. Raise if a step is damaged."""
     storage = LocalStorage(folder)
     (process,) = start_processes([sys.executable, "-m", __name__, engine, str(folder)], folder)
     while not storage.list_steps() and process.poll() is None:
@@ -75,7 +75,7 @@ def _save_until_killed(engine: str, folder: Path, rng: random.Random) -> list[st
 
 
 def start_processes(command: Sequence[str], folder: Path, count: int = 1) -> list[subprocess.Popen[str]]:
-    """Start a program in `count` processes with two CPU devices in all. Return them after a first write to `folder`."""
+    """Start a program in `count` processes with two CPU devices in all. Return after a first write to `folder`."""
     environment = make_cpu_environment() | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"
     }
@@ -104,7 +104,7 @@ class ConstantModel:
         self.set_all_weights(0)
 
     def read_values(self) -> set[int]:
-        """Return the distinct values in shards of this process."""
+        """Return the distinct values of all weights in the shards of this process."""
         arrays = [stored.array for stored in self._adapter.list_stored_variables(self.model)]
         return {int(value) for array in arrays for shard in unpack(array) for value in np.unique(shard)}
 

@@ -30,7 +30,7 @@ _MAX_FLOAT32_ERROR = 1e-5
 
 @contextmanager
 def allow_tf32(engine: str, mesh: Mesh) -> Iterator[bool]:
-    """Allow TF32 until the block ends, and forbid it then. Yields whether the devices use TF32 for products."""
+    """Allow TF32 until the block ends, and forbid it then. Yield whether the devices use TF32 for products."""
     setting = f"import {engine}\n{ALLOW_TF32[engine]}"
     exec(setting.format(True))
     try:

@@ -29,8 +29,9 @@ CASES_PER_PROCESS = 20
 """Each process tries this many cases, because its compiled programs fill the memory. Then a new process starts."""
 CASE_SECONDS = 300.0  # the longest duration of a case
 TURN_SECONDS = 60.0
-"""A process ends if its subject has used this many seconds more than another. A smaller limit causes more imports."""
-_GRACE_SECONDS = 5.0  # a process may end by itself in this time, because others could wait for a killed one
+"""A process ends if its subject has used this many seconds more than a different subject. Then a process of that
+subject starts and imports its framework, so a smaller limit causes more imports."""
+_GRACE_SECONDS = 5.0  # time for a process to end by itself, because others could wait for a killed process
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,14 @@ class Schedule:
                 if result is not None:
                     yield result
         finally:
-            self._deadline = 0.0  # with a deadline in the past, no worker begins another case
+            self._deadline = 0.0  # with a deadline in the past, no worker begins a new case
             for process in tuple(self._processes):
                 process.kill_processes()  # its worker then reads the rest of the output and cleans up
             for thread in threads:
                 thread.join()
 
     def run_cases_together(self, is_first_process: bool) -> Iterator[LawResult]:
-        """Yield results of cases that all processes of a program try together, each with its own worker process.
+        """Yield results of cases that all processes of a job try together, each with its own worker process.
 
         The first process chooses the cases, and when to stop.
         """
@@ -120,7 +121,7 @@ class Schedule:
             self._results.put(None)
 
     def _try_case(self, process: _WorkerProcess, seed: int) -> None:
-        """Try a case and queue its results. If a law does not hold, use the results without quick compilation."""
+        """Try a case and queue its results. If a law fails, queue results of a run without quick compilation."""
         start, subject = time.monotonic(), process.subject
         results = process.try_case(seed, self._deadline)
         num_laws = max((i + 1 for i, result in enumerate(results) if result.outcome.is_suspicious), default=0)
@@ -181,7 +182,7 @@ class _WorkerProcess:
         self.subject, self._engine, self._schedule = name, subject.engine, schedule
         self.is_quick = quick and simulated and subject.engine == "jax"
         num_simulated, environments = schedule.simulate, [dict[str, str]()]
-        if subject.num_processes > 1:  # JAX simulates devices by a flag, and torch has one device per process
+        if subject.num_processes > 1:  # JAX then simulates by a flag, and torch has one device per process
             num_simulated = DEVICES_PER_PROCESS[subject.engine] if subject.engine == "tensorflow" else 0
             environments = make_launcher_environments(subject.num_processes)
         arguments = [subject.engine, str(num_simulated), schedule.mesh, *laws]
@@ -204,7 +205,7 @@ class _WorkerProcess:
         return self._process.poll() is not None
 
     def try_case(self, seed: int, deadline: float) -> list[LawResult]:
-        """Return the results of a case. If the process ends or takes too long, the last result is a failure."""
+        """Try a case and return its results. If the process ends or takes too long, the last result is a failure."""
         results: list[LawResult] = []
         timer = threading.Timer(max(0.0, min(CASE_SECONDS, deadline - time.monotonic())), self.kill_processes)
         timer.start()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from layoutmap.adapters import Training, get_adapter, require_capability
+from layoutmap.adapters import TrainingAdapter, get_adapter, require_capability
 from layoutmap.core.errors import EngineError
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
@@ -34,7 +34,7 @@ def measure_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator
 
     A plan predicts seconds from such measurements (decisions/0166). All processes must call it together.
     """
-    dims = Choices.from_seed(seed).pick_weighted(devices.meshes)
+    dims = Choices.from_seed(seed).pick_weighted(devices.mesh_frequencies)
     for law, measure in _MEASUREMENTS.items():
         figures: list[dict[str, Any]] = []
         yield run_law(law, partial(_append_measurements, figures, measure(engine, dims)), figures), ""
@@ -47,7 +47,7 @@ def import_speed_module(engine: str) -> Any:
     """
     if engine not in _SPEEDS:
         raise EngineError(
-            f"the devices of {engine} are not measured",
+            f"the speed of {engine}'s devices cannot be measured",
             facts={"measured": ", ".join(_SPEEDS)},
             why=f"the compiler of {engine} chooses transfers between devices, and no call runs a certain collective",
             fix="measure the same devices with another framework",
@@ -67,7 +67,7 @@ def _append_measurements(results: list[dict[str, Any]], measured: Iterator[dict[
 def _measure_step(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     """Yield the seconds of a training step of a layer stack, and the peak memory that devices report."""
     speeds, mesh = import_speed_module(engine), get_engine(engine).bind_mesh(Mesh(None, dims))
-    adapter = require_capability(get_adapter(engine), Training, "a step")
+    adapter = require_capability(get_adapter(engine), TrainingAdapter, "a step")
     width, size = 2**7 if mesh.device_type == "CPU" else 2**12, mesh.size
     stack = LayerStack(engine, dims, -(-width // size) * size)
     batch, get_peak_bytes = stack.batch, speeds.watch_peak_bytes()

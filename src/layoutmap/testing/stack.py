@@ -68,7 +68,7 @@ _MAKERS = {"jax": _make_jax_model, "torch": _make_torch_model, "tensorflow": _ma
 
 
 class LayerStack:
-    """A model of linear layers on an engine. The width is also the number of rows, and a multiple of the mesh size."""
+    """A model of linear layers. The width is also the number of rows of a batch, and a multiple of the mesh size."""
 
     def __init__(self, engine: str, dims: str, width: int):
         self.mesh = Mesh(None, dims)
@@ -80,7 +80,7 @@ class LayerStack:
 
     @property
     def batch(self) -> tuple[Any, Any]:
-        """Inputs and targets."""
+        """The inputs and the targets of a step."""
         return tuple(np.random.default_rng(0).normal(size=(2, self.width, self.width)).astype("float32"))
 
     def build_model(self) -> Any:

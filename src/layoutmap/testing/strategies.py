@@ -154,7 +154,7 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
     kinds = st.sampled_from([Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.METRIC])
     sides = st.lists(st.integers(0, 12), max_size=3).map(tuple)
     dtypes = st.sampled_from(["float32", "bfloat16", "int8"])
-    min_size = draw(st.integers(0, 3))  # lists without a minimum are often empty, so draw one
+    min_size = draw(st.integers(0, 3))  # lists without a minimum size are often empty, so draw a minimum
     names = draw(st.lists(paths(), min_size=min_size, max_size=8, unique=True))
     variables = [
         VariableSpec(n, draw(sides), draw(dtypes), draw(kinds), trainable=draw(st.booleans())) for n in names
@@ -176,7 +176,7 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
 
 @st.composite
 def _make_derived_variables(draw: st.DrawFn, parents: list[VariableSpec]) -> list[VariableSpec]:
-    """Strategy of a variable derived from each parent, with the parent's shape or some of its axes."""
+    """Strategy of lists with one variable derived from each parent, with the parent's shape or some of its axes."""
     variables: list[VariableSpec] = []
     for number, parent in enumerate(parents):
         kept = draw(st.permutations(range(len(parent.shape))).map(lambda p: p[: len(p) // 2 + 1]))

@@ -22,7 +22,7 @@ def _make_quick_flags() -> str:
 
 
 QUICK_XLA = _make_quick_flags()
-"""XLA flags that cut its compile time to a fifth, for programs that run once.
+"""XLA flags that cut the compile time to a fifth, for programs that run once.
 
 They cause faults of their own, such as 0 / 0 in the gradient of some maxima, also on one device. So a law that does
 not hold runs again without them.
@@ -35,7 +35,7 @@ _LAUNCHER_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM
 
 
 def make_cpu_environment() -> dict[str, str]:
-    """Return this process's environment without a launcher and with only CPU devices."""
+    """Return this process's environment variables, without those of a launcher, and with only CPU devices."""
     inherited = {k: value for k, value in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     return inherited | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -70,7 +70,7 @@ class Subject:
     is_padded: bool = False  # whether each case pads a variable
 
     def make_environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
-        """Return the environment of its processes."""
+        """Return the environment variables of the subject's processes."""
         flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_XLA}" if quick else os.environ.get("XLA_FLAGS", "")
         settings = {
             "XLA_FLAGS": flags.strip(),
@@ -115,7 +115,7 @@ PADDED = {
     f"{name}-padded": replace(SUBJECTS[name], title=f"{SUBJECTS[name].title}, padded", is_padded=True)
     for name in ("keras-jax", "keras-torch", "torch", "nnx", "pytree")
 }
-"""Subjects whose cases all have axes that do not divide and are padded, which a third of other cases have."""
+"""Subjects whose cases all have a padded axis. Of the cases of other subjects, a third have a padded axis."""
 _TITLES = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
 _KINDS = {"speeds": "speeds of", "arrays": "arrays of", "saves": "killed saves on", "faults": "faults of"}
 WITHOUT_MODELS = {

@@ -55,7 +55,7 @@ def make_copy(num_bytes: int) -> Callable[[], Any]:
 
 
 def get_memory_bytes() -> int | None:
-    """Return the memory of a device in bytes. `None`: the device uses the host's memory."""
+    """Return the memory of a device in bytes, or None if the device uses the host's memory."""
     return (
         torch.cuda.get_device_properties(_get_device()).total_memory if _get_device().type == "cuda" else None
     )  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -98,7 +98,9 @@ def main(arguments: list[str]) -> int:
     names = list_devices(engine)
     devices = Devices(len(names), simulated=int(num_simulated) > 0 and is_alone, mesh=mesh)
     if mesh and Mesh(None, mesh).size != len(names):
-        raise MeshError(f"{engine} has {len(names)} devices, and the mesh {mesh} has {Mesh(None, mesh).size}")
+        raise MeshError(
+            f"the mesh {mesh} needs {Mesh(None, mesh).size} devices, but {engine} has {len(names)}"
+        )
     group = MeshProcesses(get_engine(engine), all_devices := Mesh(names, {"all": len(names)}))
     facts = describe_hosts(engine, group)
     facts |= describe_tf32(engine, all_devices, simulated=int(num_simulated) > 0)

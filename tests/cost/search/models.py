@@ -1,7 +1,7 @@
 """A model as a search knows it, and what its steps cost by a formula."""
 
 from layoutmap.core.variables import Use, VariableSpec
-from layoutmap.cost.search.loop import StepFigures
+from layoutmap.cost.search.loop import MapCost
 from layoutmap.cost.search.space import SearchedModel, find_block_stacks
 from layoutmap.plan.planner import make_plan_table
 
@@ -45,6 +45,6 @@ def costs(of):
             if not a.layout.is_fully_replicated()
         )
         replicated = sum(a.shard_bytes for a in table.assignments if a.layout.is_fully_replicated())
-        return StepFigures(1e-3 + seconds + 5e-9 * replicated - 1e-5 * len(layout_map.activations), held)
+        return MapCost(1e-3 + seconds + 5e-9 * replicated - 1e-5 * len(layout_map.activations), held)
 
     return evaluate

@@ -5,8 +5,8 @@ import pytest
 from layoutmap.core.errors import EngineError, LayoutMapWarning, PlanError
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.search.finalists import choose_best_compiled, choose_first_fitting, search_near_compiled
-from layoutmap.cost.search.loop import Candidate, SearchOutcome, StepFigures
-from layoutmap.cost.search.result_table import compare_with_best_expert, make_result_rows
+from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome
+from layoutmap.cost.search.result_table import compare_with_best_built_in_map, make_result_rows
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import TooLargeError, Verified
 from layoutmap.rules.rule_set import RuleSet
@@ -18,7 +18,7 @@ LIMIT = 16 * GIB
 def outcome(*counted):
     """Maps on meshes of as many devices, the fastest first; each is an expert's."""
     tried = [
-        Candidate(f"map {n}", RuleSet(f"data={n}"), StepFigures(n, size * GIB), LIMIT)
+        Candidate(f"map {n}", RuleSet(f"data={n}"), MapCost(n, size * GIB), LIMIT)
         for n, size in enumerate(counted, 1)
     ]
     return SearchOutcome(
@@ -46,7 +46,7 @@ def test_the_next_best_map_is_taken_where_xla_needs_more():
     assert (14 * GIB, "map 3") == (made.peak_bytes, found.best.name)
     said = ["lacks 2.0 GiB as XLA compiles it", "lacks 4.0 GiB as XLA compiles it", "the result"]
     assert said == [row[-1] for row in make_result_rows(found)]
-    assert "No searched map beat the built-in ones" in compare_with_best_expert(found)
+    assert "No searched map beat the built-in ones" in compare_with_best_built_in_map(found)
 
 
 def test_an_interrupt_leaves_the_best_that_is_not_refused():
@@ -62,7 +62,7 @@ def compiled(*found):
         made = found[tried.layout_map.mesh.size - 1]
         if isinstance(made, BaseException):
             raise made
-        return StepFigures(made[0], made[1] * GIB)
+        return MapCost(made[0], made[1] * GIB)
 
     return figures
 
@@ -70,11 +70,11 @@ def compiled(*found):
 def test_the_best_map_is_that_which_xla_compiles_best():
     """Not that which is counted as best; a table's rows say which of its figures are XLA's."""
     found = choose_best_compiled(outcome(10, 11, 12), compiled((3.0, 10), (2.5, 10), (4.0, 10)))
-    assert ("map 2", 2.5) == (found.best.name, found.best.figures.seconds)
-    assert ["map 2", "map 1", "map 3"] == [each.name for each in found.experts]
+    assert ("map 2", 2.5) == (found.best.name, found.best.cost.seconds)
+    assert ["map 2", "map 1", "map 3"] == [each.name for each in found.built_in_maps]
     said = "as XLA compiles it"
     assert [f"the result {said}", said, said] == [row[-1] for row in make_result_rows(found)]
-    assert "map 2 on data=2" in compare_with_best_expert(found)
+    assert "map 2 on data=2" in compare_with_best_built_in_map(found)
 
 
 def test_a_map_that_does_not_fit_as_compiled_is_not_the_best():
@@ -88,7 +88,7 @@ def test_maps_that_are_counted_as_slower_are_not_compiled_where_counts_are_right
     found = choose_best_compiled(
         outcome(10, 11, 12), compiled((1.02, 10), AssertionError(), AssertionError())
     )
-    assert ("map 1", 1.02) == (found.best.name, found.best.figures.seconds)
+    assert ("map 1", 1.02) == (found.best.name, found.best.cost.seconds)
 
 
 def test_a_compiler_that_fails_or_is_interrupted_leaves_what_was_counted():
@@ -96,7 +96,7 @@ def test_a_compiler_that_fails_or_is_interrupted_leaves_what_was_counted():
     counted = outcome(10, 11, 12)
     failing = EngineError("no compiler", why="it is not there", fix="install it")
     with pytest.warns(
-        LayoutMapWarning, match=r"(?s)XLA compiles none of the best maps.*no compiler.*verify=False"
+        LayoutMapWarning, match=r"(?s)XLA could not compile any of the best maps.*no compiler.*verify=False"
     ):
         assert counted == choose_best_compiled(counted, compiled(failing, failing, failing))
     assert "map 2" == choose_best_compiled(counted, compiled(failing, (2.0, 9), failing)).best.name
@@ -115,7 +115,7 @@ def searched_near(found):
             asked.append(first.name)
             if isinstance(found, BaseException):
                 raise found
-            best = Candidate("near", RuleSet("data=2", {"up": ("data",)}), StepFigures(found, 9 * GIB), LIMIT)
+            best = Candidate("near", RuleSet("data=2", {"up": ("data",)}), MapCost(found, 9 * GIB), LIMIT)
             return SearchOutcome(best, (), frozenset({"map 1", *"abcde"}), True)
 
         counted = outcome(10, 11, 12)
@@ -139,7 +139,7 @@ def test_it_is_searched_on_where_counts_chose_another_map_than_the_compiler(figu
     """From the compiler's choice, if that is better by more than a tie, or if the counts' choice does not fit."""
     found, near = searched_near(0.5)(*figures)
     assert (best, asked) == (found.best.name, near)
-    assert found.best.figures.peak_bytes == found.best.compiled_bytes
+    assert found.best.cost.peak_bytes == found.best.compiled_bytes
     assert found.num_tried == 3 + 5 * len(asked)
 
 

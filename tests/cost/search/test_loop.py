@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
-from layoutmap.cost.search.experts import iterate_expert_maps, make_expert_map_from_rules
-from layoutmap.cost.search.figure_cache import SearchCache
-from layoutmap.cost.search.loop import Candidate, SearchOutcome, StepFigures, choose_candidate, search_maps
-from layoutmap.cost.search.options import get_specs, list_grids
-from layoutmap.cost.search.result_table import compare_with_best_expert, explain_recomputing
+from layoutmap.cost.search.built_in_maps import iterate_built_in_maps, make_built_in_map
+from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_candidate, search_maps
+from layoutmap.cost.search.options import get_specs, list_search_meshes
+from layoutmap.cost.search.result_table import compare_with_best_built_in_map, explain_recomputing
+from layoutmap.cost.search.search_cache import SearchCache
 from layoutmap.cost.search.space import LayoutSpace
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.rules.presets import find_matching_preset
@@ -21,11 +21,11 @@ from tests.cost.search.models import costs, model, variables
 LIMIT = 1 << 40
 
 
-MESHES = list_grids(8, 16, 8)
+MESHES = list_search_meshes(8, 16, 8)
 
 
 def maps_of_experts(of, meshes=MESHES):
-    return [expert for grid in meshes for expert in iterate_expert_maps(of, grid, None)]
+    return [expert for grid in meshes for expert in iterate_built_in_maps(of, grid, None)]
 
 
 def run(of, evaluate=None, *, limit=LIMIT, max_maps=150, seed=0, meshes=MESHES, **options):
@@ -48,9 +48,7 @@ def test_agrees_with_an_exhaustive_search(sizes):
     found = run(of, meshes=(grid,), max_maps=2000).best
     space, evaluate = LayoutSpace(of, grid), costs(of)
     some = itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 97)
-    assert [] == [
-        p for p in some if evaluate(space.make_layout_map(p)).seconds < 0.9994 * found.figures.seconds
-    ]
+    assert [] == [p for p in some if evaluate(space.make_layout_map(p)).seconds < 0.9994 * found.cost.seconds]
 
 
 def test_is_deterministic_for_a_seed():
@@ -58,17 +56,19 @@ def test_is_deterministic_for_a_seed():
     of = model()
     outcomes = [run(of, max_maps=80, seed=seed) for seed in (0, 0, 1)]
     assert outcomes[0] == outcomes[1]
-    assert [True] * 3 == [o.best.score <= o.experts[0].score and o.num_tried <= 80 for o in outcomes]
+    assert [True] * 3 == [
+        o.best.ranking_key <= o.built_in_maps[0].ranking_key and o.num_tried <= 80 for o in outcomes
+    ]
 
 
 def test_the_memory_limit_holds():
     """What is found needs at most the limit, wherever any map does."""
     of = model()
     free = run(of)
-    limit = int(1.3 * min(expert.figures.peak_bytes for expert in free.experts))
+    limit = int(1.3 * min(expert.cost.peak_bytes for expert in free.built_in_maps))
     tight = run(of, limit=limit)
-    assert tight.best.figures.peak_bytes <= limit
-    assert free.best.figures.seconds <= tight.best.figures.seconds
+    assert tight.best.cost.peak_bytes <= limit
+    assert free.best.cost.seconds <= tight.best.cost.seconds
 
 
 def test_where_nothing_fits_the_error_says_what_came_nearest():
@@ -92,7 +92,7 @@ def test_kept_rules_are_in_every_map():
         tried.append(layout_map)
         return costs(of)(layout_map)
 
-    own = [*iterate_expert_maps(of, grid, None), make_expert_map_from_rules("start", of, grid, start)]
+    own = [*iterate_built_in_maps(of, grid, None), make_built_in_map("start", of, grid, start)]
     found = search_maps(of, own, evaluate, max_bytes=LIMIT, max_maps=100).best.layout_map
     assert (r".*\.up\.kernel$", "blocks\\.\\d+") == (next(iter(found)), next(iter(found.activations)))
     with_kept = [m for m in tried if m != start]
@@ -137,11 +137,11 @@ def interrupt(_):
 def test_the_verdict_is_honest():
     """Where all maps cost the same, the verdict says that they tie; where what was found is faster, by how much."""
     of = model()
-    said = compare_with_best_expert(run(of, lambda _: StepFigures(1.0, 10), max_maps=60))
+    said = compare_with_best_built_in_map(run(of, lambda _: MapCost(1.0, 10), max_maps=60))
     assert said.startswith("ties with") or said.endswith("No searched map beat the built-in ones")
     best = run(of)
-    gain = 1 - best.best.figures.seconds / best.experts[0].figures.seconds
-    assert compare_with_best_expert(best).startswith(f"{100 * gain:.0f} % faster than") or gain < 0.01
+    gain = 1 - best.best.cost.seconds / best.built_in_maps[0].cost.seconds
+    assert compare_with_best_built_in_map(best).startswith(f"{100 * gain:.0f} % faster than") or gain < 0.01
 
 
 def test_ties_go_to_less_memory_and_then_to_fewer_rules():
@@ -149,7 +149,7 @@ def test_ties_go_to_less_memory_and_then_to_fewer_rules():
 
     def tried(name, seconds, peak, num_rules):
         rules = {f"layer_{n}": ("data",) for n in range(num_rules)}
-        return Candidate(name, RuleSet("data=8", rules), StepFigures(seconds, peak), 2000)
+        return Candidate(name, RuleSet("data=8", rules), MapCost(seconds, peak), 2000)
 
     small, plain = tried("small", 1.009, 700, 9), tried("plain", 1.009, 705, 2)
     fast, slow = tried("fast", 1.0, 900, 1), tried("slow", 1.02, 100, 0)
@@ -158,7 +158,7 @@ def test_ties_go_to_less_memory_and_then_to_fewer_rules():
     assert (small, fast) == (choose_candidate([fast, small]), choose_candidate([fast, slow]))
     assert slow is choose_candidate([slow, large])
     assert large is choose_candidate([large])
-    assert "and this one takes 22 % less memory" in compare_with_best_expert(
+    assert "and this one takes 22 % less memory" in compare_with_best_built_in_map(
         SearchOutcome(plain, (fast, slow), frozenset("ab"), True)
     )
 
@@ -199,7 +199,7 @@ def test_activations_are_recomputed_only_where_that_helps():
             else formula(layout_map)
         )
 
-    small = 2 * min(expert.figures.peak_bytes for expert in run(of, max_maps=20).experts)
+    small = 2 * min(expert.cost.peak_bytes for expert in run(of, max_maps=20).built_in_maps)
     needed = run(of, way(more=10 * small), evaluate_remat=way(1.3), limit=small, max_maps=40)
     faster = run(of, large_if_replicated, evaluate_remat=way(0.5), max_maps=40)
     others = [
@@ -209,7 +209,7 @@ def test_activations_are_recomputed_only_where_that_helps():
     outcomes = [needed, faster, *others]
     assert [True, True, False, False] == [o.best.recomputes for o in outcomes]
     # Memory lacks by far: only experts' maps are tried without
-    assert needed.num_tried <= len(needed.experts) + 40
+    assert needed.num_tried <= len(needed.built_in_maps) + 40
     texts = [explain_recomputing(o, "h.{0..1}", "How.").partition("without that ")[2] for o in outcomes]
     assert ["no map fits", "the best map", "", ""] == [
         " ".join(text.split()[:3]).rstrip(",") for text in texts
@@ -247,7 +247,7 @@ def test_a_file_that_keeps_no_figures_is_refused_and_stays(tmp_path):
         (tmp_path / name).write_text(text)
     for name in ("other.json", "broken.json", "text.json", "texts.json", "pipe", "none/figures.json"):
         with pytest.raises(
-            LayoutMapError, match=f"{name} (is not a cache of a search|cannot be written)"
+            LayoutMapError, match=f"{name} (was not written by a search|cannot be written)"
         ) as caught:
             SearchCache(tmp_path / name)
         assert caught.value.why
@@ -260,7 +260,7 @@ def test_figures_that_cannot_be_written_are_a_warning(tmp_path):
     (tmp_path / "folder").mkdir()
     file = SearchCache(tmp_path / "folder" / "figures.json")
     (tmp_path / "folder").rmdir()
-    with pytest.warns(LayoutMapWarning, match="the figures of the search cannot be stored"):
+    with pytest.warns(LayoutMapWarning, match="the costs that the search has computed cannot be stored"):
         file.write_file()
     assert [] == list(tmp_path.iterdir())
 

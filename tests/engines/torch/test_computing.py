@@ -249,7 +249,7 @@ def test_what_has_no_rule_is_computed_gathered(monkeypatch):
     x = torch.randint(5, (8,), generator=torch.Generator().manual_seed(0))
     laid_out = place(x, "batch")
     with run_on():
-        with pytest.warns(LayoutMapWarning, match=r"aten.bincount: computed on gathered tensors") as caught:
+        with pytest.warns(LayoutMapWarning, match=r"aten.bincount is computed on gathered tensors") as caught:
             counts = torch.bincount(laid_out)
         again = torch.bincount(laid_out)
 

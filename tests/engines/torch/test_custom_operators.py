@@ -179,7 +179,7 @@ def test_the_warning():
         ranks(place(X, "batch", None))
         OPS.ranks.default(place(X, "batch", None))
 
-    assert ["torch.ops.layoutmap_custom.ranks: computed on gathered tensors, by each process"] == [
+    assert ["torch.ops.layoutmap_custom.ranks is computed on gathered tensors, by each process"] == [
         str(each.message).partition("\n")[0] for each in found
     ]
 
@@ -227,9 +227,9 @@ def test_the_address_of_a_tensor_is_refused(call):
     """A kernel that is no operator gets no address: that of a tensor on a mesh is 0, which it would read from."""
     x = place(X.double(), "batch", None)
     with run_on() if call == "run_on" else simulation.simulate_mesh(x.device_mesh):
-        with pytest.raises(lm.EngineError, match=r"running_sums.*: the address of a tensor") as found:
+        with pytest.raises(lm.EngineError, match=r"running_sums.*: reads the address of a tensor") as found:
             Pointer.apply(x)
-        with pytest.raises(lm.EngineError, match="the address of a tensor on a mesh"):
+        with pytest.raises(lm.EngineError, match="reads the address of a tensor on a mesh"):
             x.__dlpack__()
 
     assert "torch.library.custom_op" in found.value.fix

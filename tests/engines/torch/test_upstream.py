@@ -98,7 +98,7 @@ def test_each_correction_has_a_probe():
     asked = [
         found
         for path in SOURCE.rglob("*.py")
-        for found in re.findall(r'is_before\("torch", "([\d.]+)"\)', path.read_text())
+        for found in re.findall(r'is_older_than\("torch", "([\d.]+)"\)', path.read_text())
     ]
     assert installed_before == sorted(asked)
     assert {f"dtensor_ops.{module}" for module in modules} <= named

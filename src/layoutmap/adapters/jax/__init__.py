@@ -73,7 +73,7 @@ class JaxAdapter(Adapter):
         """Do nothing, because a JAX model has all arrays once it is built."""
 
     def make_on_one_device(self, make_model: Callable[[], Any], mesh: Mesh) -> Any:
-        """Build an unsharded model, under a mesh of one device with the dims that its code may name."""
+        """Build a model unsharded, under a mesh of one device that has all mesh dims that the model's code may name."""
         alone = make_one_device_mesh(get_engine("jax").make_native_layout(Layout.replicated(mesh, 0), 0).mesh)
         with jax.set_mesh(alone):
             model = make_model()
@@ -112,7 +112,7 @@ class JaxAdapter(Adapter):
         return found
 
     def describe_variables(self, model: object, optimizer: object = None) -> list[StoredVariable]:
-        """Return the arrays of a model that was built without a scope, and of its optimizer's state."""
+        """Return the arrays of an existing model and of its optimizer's state, described as in a plan."""
         return describe_arrays(model, optimizer)
 
     def find_context(self, model: object) -> ScopeContext | None:
@@ -162,7 +162,7 @@ class JaxAdapter(Adapter):
         return restore_arrays(model, optimizer, arrays)
 
     def read_settings(self, model: object, optimizer: object = None) -> dict[str, object]:
-        """Return the random states of Python and numpy. Random keys of JAX are arrays of the model."""
+        """Return the random states of Python and numpy, and whether there is a state of an optimizer."""
         return {"random": random_states.read_states(), "optimizer": has_optimizer_state(model, optimizer)}
 
     def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:

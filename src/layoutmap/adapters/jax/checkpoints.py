@@ -118,7 +118,7 @@ def has_optimizer_state(model: object, optimizer: object) -> bool:
 
 
 def _get_optimizer_state(model: object, optimizer: object, *, allow_shapes: bool) -> Any:
-    """Return the optimizer's state, or with `allow_shapes` the shapes of a state that does not exist yet."""
+    """Return the optimizer's state, or None. With `allow_shapes`, return shapes if the state is not created yet."""
     if is_nnx_optimizer(optimizer):
         return optimizer.opt_state
     if optimizer is not None or not isinstance(model, TrainState):
@@ -152,7 +152,7 @@ def _describe_state_arrays(
     leaves = [(parts, leaf) for parts, leaf in flatten_with_paths(state) if is_array(leaf)]
     if not leaves and callable(getattr(state, "init", None)):
         raise CheckpointError(
-            f"optimizer: {describe_type(state)} has no state",
+            f"optimizer: an object {describe_type(state)} contains no state",
             why="an optax optimizer is a pair of functions, and its init function returns the state",
             fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params)",
         )
@@ -171,7 +171,7 @@ def _describe_state_arrays(
 
 
 def _copy_weight_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
-    """Return a shape without values in the layout of its weight, if both shapes are equal, or the leaf itself."""
+    """Return a shape without values in the layout of a weight of equal shape, and any other leaf unchanged."""
     weight = weights.get(spec.parent) if spec.parent is not None and _is_shape_only(leaf) else None
     if not isinstance(weight, (jax.Array, PaddedArray)) or weight.shape != leaf.shape:
         return leaf
@@ -223,7 +223,7 @@ def _get_key_data(array: Any) -> Any:
 
 
 def _make_array_converter(existing: Any) -> Callable[[object], object]:
-    """Return a function that converts arrays to the layout, devices, and key type of an existing one."""
+    """Return a function that converts arrays to the layout, devices, and key type of an existing array."""
     if isinstance(existing, np.ndarray):
         return np.asarray
     if isinstance(existing, np.generic):

@@ -42,7 +42,7 @@ class AttributeArrays:
     path: Keys
 
     def assign_arrays(self, arrays: Mapping[Keys, object]) -> None:
-        """Replace the arrays of the attribute that have their paths in `arrays`."""
+        """Replace those arrays of the attribute that have a path in `arrays`."""
         owner = self.owner()
 
         def replace_leaf(keys: Sequence[object], value: object) -> object:

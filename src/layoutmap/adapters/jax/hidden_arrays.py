@@ -39,6 +39,6 @@ def _list_referenced_values(owner: object) -> list[object]:
     if isinstance(owner, functools.partial):
         values += [owner.func, owner.args, owner.keywords]
     for cell in getattr(owner, "__closure__", None) or ():
-        with suppress(ValueError):  # raised if a closure variable has no value yet
+        with suppress(ValueError):  # raised by a closure variable that has no value yet
             values.append(cell.cell_contents)
     return values

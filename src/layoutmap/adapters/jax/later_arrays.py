@@ -79,7 +79,7 @@ def list_result_paths(step: str, out_names: object, results: object) -> list[str
         named = jax.tree.map(name_leaves, out_names, results, is_leaf=lambda name: name is None)
     except ValueError as error:
         raise ScopeError(
-            f"{step}: out_names={out_names!r} has another structure than the results",
+            f"{step}: out_names={out_names!r} and the results differ in structure",
             facts={"results": str(jax.tree.structure(results))},
             why=str(error).partition("\n")[0],
             fix="write one name per result, or None for a result without a name, as in out_names=(None, 'cache')",
@@ -123,11 +123,11 @@ def find_rule_shardings(
 
 
 def check_same_mesh(step: str, layout_map: RuleLookup, native: jax.sharding.Mesh) -> None:
-    """Raise if the mesh of a layout map has other dims or sizes than the mesh of a step's arguments."""
+    """Raise if the mesh of a layout map differs in dims or sizes from the mesh of a step's arguments."""
     mesh = layout_map.mesh
     if mesh is None or dict(zip(mesh.dim_names, mesh.shape, strict=True)) != dict(native.shape):
         raise MeshError(
-            f"{step}: layout_map has another mesh than the arguments",
+            f"{step}: layout_map and the arguments have different meshes",
             facts={"layout_map": str(mesh), "arguments": str(native)},
             why="a step computes on one mesh",
             fix="pass the layout map with which the arguments were built",

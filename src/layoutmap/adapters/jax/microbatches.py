@@ -49,7 +49,7 @@ def microbatches(batch: T, num: int) -> T:
         if not shape or num < 1 or shape[0] % num:
             name = f"batch{jax.tree_util.keystr(path)}"
             raise LayoutError(
-                f"microbatches: {name} cannot be split into {num}",
+                f"microbatches: {name} cannot be split into {num} parts",
                 facts={"shape": shape},
                 why=f"{num} does not divide its {shape[0]} rows" if shape else "it has no rows",
                 fix="change the number of microbatches or rows"
@@ -63,7 +63,7 @@ def microbatches(batch: T, num: int) -> T:
 
 
 def find_consecutive_splits(jaxpr: Jaxpr, batch_positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield each batch that a scan splits into microbatches of consecutive rows: its position, and their number.
+    """Yield, for each batch that a scan splits into consecutive rows, its position and the number of parts.
 
     Args:
         jaxpr: The program of a step.
@@ -75,7 +75,7 @@ def find_consecutive_splits(jaxpr: Jaxpr, batch_positions: Sequence[int]) -> Ite
 def _iterate_splits(
     jaxpr: Jaxpr, rows: dict[Var, int], splits: dict[Var, tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the split batches over which a program scans. `rows` are whole batches, and `splits` reshaped ones."""
+    """Yield the same as `find_consecutive_splits`, given the variables of whole (`rows`) and split batches."""
     for eqn in jaxpr.eqns:
         name, inputs = eqn.primitive.name, [var for var in eqn.invars if not isinstance(var, Literal)]
         if name in _KEEPS_ROWS and inputs and inputs[0] in rows:
@@ -88,7 +88,7 @@ def _iterate_splits(
         elif name == "scan":
             for inner in iterate_inner_jaxprs(eqn.params.values()):
                 for mine, var in zip(inner.invars, eqn.invars, strict=True):
-                    # Find inputs that a scan iterates over by their lower rank inside, as JAX 0.11 does not count them.
+                    # JAX 0.11 does not tell which inputs a scan iterates over, so find them by their lower rank inside.
                     if not isinstance(var, Literal) and var in splits and _get_rank(mine) < _get_rank(var):
                         yield splits[var]
         elif name in CALLS:
@@ -108,6 +108,6 @@ def _get_rank(var: Any) -> int:
 
 
 def _map_to_outer_variables(inner: Jaxpr, outer_results: Sequence[Var], known: dict[Var, T]) -> dict[Var, T]:
-    """Return the known values of an inner program's results, by the outer program's variables for them."""
+    """Return the entries of `known` for an inner program's results, with the outer program's variables as keys."""
     pairs = zip(inner.outvars, outer_results, strict=False)
     return {outer: known[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in known}

@@ -46,7 +46,7 @@ def constrain_outputs(model: object, policy: LayoutPolicy) -> None:
 
 
 def build_without_annotations(make: Callable[[], object], get_model: Callable[[object], Any]) -> Any:
-    """Call a function that builds a model while the model's own sharding annotations are disabled.
+    """Call a function that builds a model, with the sharding annotations in the model's code disabled.
 
     Args:
         make: The function.

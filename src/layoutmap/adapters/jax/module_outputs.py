@@ -62,7 +62,7 @@ class OutputLayout:
 
 @dataclass(frozen=True)
 class ModelMesh:
-    """Run a model on the mesh of its arrays while `jax.set_mesh` has set another mesh.
+    """Run a model on the mesh of its arrays although `jax.set_mesh` has set a different mesh.
 
     Args:
         mesh: The mesh that the model's arrays are on.
@@ -148,7 +148,9 @@ def _make_handling_subclass(original: Any, is_pytree: bool) -> type[nnx.Module]:
     @functools.wraps(original.__call__)
     def handle_call(self: object, *args: object, **kwargs: object) -> object:
         call = functools.partial(original.__call__, self)
-        output = vars(self).get(_ATTRIBUTE)  # None for a new instance that a program made of the subclass
+        output = vars(self).get(
+            _ATTRIBUTE
+        )  # None if the user's code has created this instance of the subclass
         return call(*args, **kwargs) if output is None else output.call_module(call, args, kwargs)
 
     def copy_module(self: object) -> Any:

@@ -41,7 +41,7 @@ def split_module(model: nnx.Module) -> ModelParts:
     graph, state = nnx.split(model)
     refuse_lost_arrays(nodes, state)
     variables = {_format_keys(path): each for path, each in nnx.to_flat_state(state)}
-    # Flax takes longer to find shared objects than to split a module, so search only if the result refers to any.
+    # Flax takes longer to find shared objects than to split a module, so search only if the graph has any.
     is_shared = any(isinstance(node, nnx.graph.NodeRef) for node in graph.nodes)
     shared = _SharedPaths(nnx.find_duplicates(model) if is_shared else ())
     modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
@@ -73,7 +73,7 @@ def split_module(model: nnx.Module) -> ModelParts:
 
 
 def _find_attribute_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
-    """Yield, for each path, the position of each attribute on it among the attributes of the same module."""
+    """Yield, for each path, where each of its attributes is in the order of its module's attributes."""
     known: dict[int, dict[str, tuple[int, object]]] = {}
     for keys in paths:
         positions: list[int] = []
@@ -89,7 +89,7 @@ def _find_attribute_positions(model: nnx.Module, paths: Iterable[Sequence[str]])
 
 
 def _iterate_members(node: object) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of a module, or the items of a container, with their names in order."""
+    """Yield pairs of a name and a value: a module's attributes, or the items of a container, in order."""
     if isinstance(node, nnx.Pytree):
         yield from vars(node).items()
     elif not isinstance(node, nnx.Variable):
@@ -139,7 +139,7 @@ class _SharedPaths:
                 self._numbers.setdefault(path, {})[number] = None
 
     def find_other_paths(self, path: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Yield the other paths of a shared object, or of an object inside a shared one."""
+        """Yield all paths, except `path`, of a shared object or of an object inside a shared one."""
         keys = tuple(path)
         starts = [keys[:length] for length in range(len(keys) + 1)] if self._numbers else ()
         for number in sorted({number for start in starts for number in self._numbers.get(start, ())}):

@@ -72,7 +72,7 @@ class StepObjects:
         return self._nodes[index]()
 
     def read_arrays(self) -> list[list[Any]] | None:
-        """Return the arrays of each object, or None if a Variable has another number of arrays than before."""
+        """Return the arrays of each object, or None if a Variable has a different number of arrays than before."""
         leaves, tree = jax.tree.flatten(self._read_values())
         return self._group_by_owner(leaves) if tree == self._values_tree else None
 
@@ -85,7 +85,9 @@ class StepObjects:
     def write_arrays(self, new_arrays: Mapping[int, object]) -> None:
         """Assign arrays, given by leaf position, to the Variables and attributes that contain them."""
         values: Iterable[tuple[int, object]] = new_arrays.items()
-        if self._values_tree.num_leaves != len(self._holders):  # a Variable contains several arrays
+        if self._values_tree.num_leaves != len(
+            self._holders
+        ):  # some Variable has several arrays, so assign whole values
             leaves = jax.tree.leaves(self._read_values())
             for number, value in new_arrays.items():
                 leaves[number] = value
@@ -162,7 +164,7 @@ def _list_contained_values(container: object) -> Collection[object] | None:
 
 
 def rebuild_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
-    """Return copies of nnx objects with other arrays, such as the traced ones."""
+    """Return copies of nnx objects that contain `leaves`, such as traced arrays, instead of their own arrays."""
     from flax import nnx
 
     graphdef, tree = structure
@@ -172,7 +174,7 @@ def rebuild_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object
 def find_changed_arrays(
     structure: object, nodes: Sequence[object], old_arrays: Sequence[object], inputs: Sequence[InputLeaf]
 ) -> dict[int, object]:
-    """Return the arrays of objects that a step has replaced, and those that were donated, by leaf position.
+    """Return the new arrays of objects by leaf position: all that a step has replaced, and all that were donated.
 
     Args:
         structure: The structure of the objects before the step.

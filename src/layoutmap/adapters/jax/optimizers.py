@@ -107,7 +107,7 @@ def create_state(init: Callable[[object], object], params: object, layouts: Sequ
     """Return the state of an optimizer, with each leaf computed directly in its layout."""
     shardings: list[Any] = [get_engine("jax").make_native_layout(layout, layout.rank) for layout in layouts]
     mesh = _find_parameter_mesh(params)
-    # use the mesh of the parameters, because an equal mesh in the layouts may have other axis types
+    # use the mesh of the parameters, because an equal mesh in the layouts may have different axis types
     if isinstance(mesh, jax.sharding.Mesh):
         shardings = [NamedSharding(mesh, each.spec, memory_kind=each.memory_kind) for each in shardings]
     with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
@@ -150,11 +150,11 @@ def make_nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[obje
     """Create an `nnx.Optimizer`. The function `make` returns its state, instead of `tx.init`."""
     from flax import nnx
 
-    class FixedStateTransformation:
+    class TransformationWithGivenInit:
         init = staticmethod(make)
         update = staticmethod(tx.update)
 
-    optimizer = nnx.Optimizer(model, FixedStateTransformation(), wrt=nnx.Param if wrt is None else wrt)  # type: ignore[arg-type]
+    optimizer = nnx.Optimizer(model, TransformationWithGivenInit(), wrt=nnx.Param if wrt is None else wrt)  # type: ignore[arg-type]
     optimizer.tx = tx
     return optimizer
 

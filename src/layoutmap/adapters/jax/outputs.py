@@ -17,7 +17,7 @@ Subtree = tuple[Tree, int]
 """A part of a tree: its structure, and the position of its first leaf in the whole tree."""
 
 _REORDERING = frozenset(("conv_general_dilated", "dot_general", "gather", "transpose"))
-"""Operations whose result may have an operand's shape without updating it."""
+"""Operations whose result is never an update of an operand, even if both have the same shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class InputLeaf:
     is_donated: bool
 
 
+# A step may return two trees of equal shapes in swapped order, so a result replaces an argument only if the
+# traced operations update it (decisions/0186).
 def choose_result_shardings(
     results: object,
     jaxpr: Jaxpr,
     inputs: Sequence[InputLeaf],
     arguments: Sequence[Subtree],
-    # A step may return two trees of equal shapes in swapped order, so a result replaces an argument only if the
-    # traced operations update it (decisions/0186).
 ) -> list[object]:
     """Return the sharding of each result that replaces an argument, and `None` for the others.
 
@@ -102,7 +102,7 @@ def choose_result_shardings(
 
 
 def find_updated_inputs(jaxpr: Jaxpr) -> list[int]:
-    """Return, for each result of a program, a bit mask of the inputs of which it may be an update.
+    """Return, for each result of a program, which inputs it may be an update of, as a bit mask.
 
     A result is an update if a chain of operations leads to it from the input, in which each value has the same shape.
     """
@@ -133,12 +133,12 @@ def _get_shape(var: Var | Literal) -> object:
 def _check_donated_shapes(
     inputs: Sequence[InputLeaf], tree: Tree, results: Sequence[Subtree], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Raise if a result with the tree structure of a donated argument has arrays of other shapes."""
+    """Raise if a result with the tree structure of a donated argument has arrays of different shapes."""
     for start in [start for each, start in results if each == tree and tree.num_leaves > 1]:
         for given, after in zip(inputs, shapes[start : start + tree.num_leaves], strict=False):
             if given.shape != after:
                 raise LayoutError(
-                    f"{given.name}: the step changes its shape",
+                    f"{given.name}: the step changes the shape of this donated argument",
                     facts={"before": given.shape, "after": after},
                     why="a result that replaces a donated argument has that argument's layouts",
                     fix="return the argument with its old shape, or remove it from donate_argnums",

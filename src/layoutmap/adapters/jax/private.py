@@ -49,7 +49,7 @@ def shorten_error_messages() -> AbstractContextManager[None]:
 
 
 def has_assignable_slot(variable: Any) -> bool:
-    """Return whether the value of a Variable of flax.nnx may be assigned through its `__slots__` entry."""
+    """Return whether the value of a flax.nnx Variable can be assigned through its `__slots__` entry."""
     slots = {name for base in type(variable).__mro__ for name in getattr(base, "__slots__", ())}
     return "_raw_value" in slots and not variable.hijax
 
@@ -69,7 +69,7 @@ def is_comparable_array(array: object) -> bool:
 def are_same_types(arrays: Iterable[Any], avals: list[Any], shardings: list[Any]) -> bool:
     """Return whether arrays have these types and shardings, and none is deleted.
 
-    Store types and shardings that are equal but other objects in the lists, because identical objects compare faster.
+    In the lists, replace equal types and shardings by those of the arrays, because identical objects compare faster.
     """
     try:
         for n, (array, aval, sharding) in enumerate(zip(arrays, avals, shardings, strict=True)):

@@ -56,7 +56,7 @@ class JaxSession:
         )
 
     def build_model(self, make_model: Callable[[], object]) -> Any:
-        """Build a model with its arrays in their layouts. In a plan, return shapes."""
+        """Build a model with its arrays in their layouts, or for a plan with shapes instead of arrays."""
         parts: Any = None
 
         def make_and_split() -> tuple[object, Sequence[object]]:
@@ -108,7 +108,7 @@ class JaxSession:
             record_context(each, self._context)
 
     def has_built(self, model: object) -> bool:
-        """Return whether this session built a model, and did not get one with values."""
+        """Return whether this session built a model: then its arrays are traced, or it has no arrays."""
         if isinstance(model, TrainState):
             return self.has_built(model.model)
         if not is_nnx_module(model):
@@ -150,7 +150,7 @@ class JaxSession:
         ]
 
     def _use_scope_mesh(self, assignment: Assignment) -> Assignment:
-        """Return an assignment on the scope's own mesh object, because an equal mesh may have other axis types."""
+        """Return an assignment on the mesh object of the scope, because an equal mesh may have different axis types."""
         layout, mesh = assignment.layout, self._context.policy.mesh
         if layout.mesh.axis_types == mesh.axis_types:
             return assignment

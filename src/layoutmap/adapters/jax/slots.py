@@ -94,7 +94,7 @@ def _describe_slot(params: Mapping[PathParts, VariableSpec], leaf: StateLeaf) ->
 def _find_parameter_span(
     params: Mapping[PathParts, VariableSpec], parts: PathParts
 ) -> tuple[int, int] | None:
-    """Return the start and stop of the longest parameter path in a leaf's path, the last one of several, or None."""
+    """Return the start and stop of the longest parameter path in a leaf's path (of several, the last), or None."""
     for length in range(len(parts), -1, -1):
         for start in range(len(parts) - length, -1, -1):
             if parts[start : start + length] in params:
@@ -106,7 +106,7 @@ def _find_parameter_span(
 def match_axes(
     shape: tuple[int, ...], parameter_shape: tuple[int, ...], slot_name: str = "", index: int | None = None
 ) -> Axes:
-    """Return, for each axis of a slot, the parameter's axis that it stands for, in a tuple that is empty for none.
+    """Return, for each axis of a slot, a tuple with the corresponding axis of the parameter, or an empty tuple.
 
     Args:
         shape: The slot's shape.

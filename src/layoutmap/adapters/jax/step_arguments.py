@@ -74,7 +74,7 @@ class StepOptions:
     def _find_argument_keys(
         self, positions: int | Sequence[int], names: str | Sequence[str] = ()
     ) -> frozenset[ArgumentKey]:
-        """Return the position and the name of each argument, as far as the function's signature has both."""
+        """Return the positions and names of arguments. The function's signature tells the ones that are not given."""
         known = self.parameters
         at = [n + len(known) if n < 0 else n for n in _make_tuple(positions)]
         named = {names} if isinstance(names, str) else {*names}
@@ -170,7 +170,7 @@ class CallVariant(NamedTuple):
     keys: tuple[ArgumentKey, ...]  # positional arguments, then names in sorted order
     static: Constants  # position, type, and value of each static argument
     nodes: tuple[int, ...]  # positions of arguments that are nnx objects
-    structure: int  # index of the structure of these objects, among those that this step was called with
+    structure: int  # index of the structure of these objects among the structures of all earlier calls
     tree: Tree  # tree of all arguments; static ones are None, and nnx objects are lists of arrays
     constants: Constants  # leaves that are not arrays
     padded: tuple[tuple[int, Shape], ...]  # position and logical shape of each padded array
@@ -181,7 +181,7 @@ class CallVariant(NamedTuple):
         return sum(isinstance(key, int) for key in self.keys)
 
     def rebuild_arguments(self, leaves: Iterable[object], *, with_constants: bool = True) -> list[Any]:
-        """Return the arguments with these arrays, and with the constant leaves or None in the other places."""
+        """Return the arguments with these arrays as leaves, and with the constants, or None in their positions."""
         constants = {n: x if with_constants else None for n, _, x in self.constants}
         return rebuild_tree(self.tree, constants, leaves)
 

@@ -53,4 +53,4 @@ def describe_change(before: ProgramKey, after: ProgramKey) -> str:
     for name, old, new in zip(after.names, before.shardings, after.shardings, strict=True):
         if old != new:
             return f"{name}: layout {getattr(old, 'spec', old)} -> {getattr(new, 'spec', new)}"
-    return "another structure of the arguments"
+    return "a different structure of the arguments"

@@ -70,7 +70,7 @@ class UnknownCallError(Exception):
 
 @contextmanager
 def allow_traces() -> Iterator[None]:
-    """Let JAX trace programs, without the mesh of `jax.set_mesh`."""
+    """Return a context in which JAX may trace programs, and in which the mesh of `jax.set_mesh` is not set."""
     token = _MAY_TRACE.set(True)
     try:
         with leave_ambient_mesh():
@@ -102,7 +102,7 @@ class StepProgram:
         return leaves if self.values_tree is None else self.values_tree.unflatten(leaves)
 
     def rebuild_results(self, out: Tree, constants: Mapping[int, object]) -> object:
-        """Return the results of the step: those of the program, or the tree of its leaves and the constants."""
+        """Return the step's results: those of the program, or a tree of the program's results and the constants."""
         return out if self.has_result_tree else rebuild_tree(self.tree, constants, out)
 
 
@@ -136,7 +136,7 @@ class KnownCall:
         self.is_jit_checked = program.values_tree is not None and bool(arrays) and not (to_place or has_mesh)
 
     def match_arguments(self, arguments: FlatArguments) -> tuple[list[Any], bool] | None:
-        """Return the arrays of an equal call, and whether one is passed twice. Return None if the call differs."""
+        """Return the arrays of an equal call, and whether an array is passed twice, or None if the call differs."""
         if arguments.head != self.head or arguments.tree != self._tree:
             return None
         leaves = arrays = arguments.leaves
@@ -170,7 +170,7 @@ def _make_leaf_key(leaf: Any, is_constant: bool) -> object:
 
 
 def _can_take_any_leaf(tree: Tree) -> bool:
-    """Return whether a tree can be rebuilt with shardings as leaves. Classes that check their fields raise."""
+    """Return whether a tree can be rebuilt with shardings as leaves. Classes that check their fields prevent it."""
     try:
         tree.unflatten([object()] * tree.num_leaves)
     except Exception:  # the class checks its fields and may raise anything
@@ -179,7 +179,7 @@ def _can_take_any_leaf(tree: Tree) -> bool:
 
 
 def _is_on_mesh(sharding: Any, native: jax.sharding.Mesh) -> bool:
-    """Return whether a sharding is over several devices, or is a named one if the mesh has a single device."""
+    """Return whether a sharding has several devices, or is a `NamedSharding` if the mesh has a single device."""
     if sharding is None:
         return False
     return len(sharding.device_set) > 1 or (native.size == 1 and isinstance(sharding, NamedSharding))
@@ -199,7 +199,7 @@ class StepPrograms:
         self.by_signature: dict[Signature, StepProgram] = {}
 
     def find_or_compile(self, call: StepCall, types: tuple[type, ...]) -> tuple[StepProgram, dict[int, bool]]:
-        """Return the program for a call, and the leaves to place before it runs: whether each is a batch."""
+        """Return the program for a call. For each leaf to place before it runs, return whether the leaf is a batch."""
         self._options.check_arguments(call)
         self._options.check_donations(call, call.leaves)
         names, owners = call.list_names_and_owners()
@@ -427,7 +427,10 @@ class StepPrograms:
     def _find_shardings_by_rule(
         self, call: StepCall, names: Sequence[str], owners: Sequence[int], native: jax.sharding.Mesh
     ) -> dict[int, NamedSharding]:
-        """Return shardings for leaves without a layout, by position, if rules match leaves of the same argument."""
+        """Return shardings, by position, for leaves without a layout in arguments to which rules apply.
+
+        A leaf that a rule matches gets the rule's sharding, and the other leaves of its argument are replicated.
+        """
         options, found, others = self._options, dict[int, NamedSharding](), dict[int, int]()
         if options.layout_map is not None:
             check_same_mesh(options.name, options.layout_map, native)
@@ -462,7 +465,7 @@ class StepPrograms:
     def _choose_result_shardings_by_rule(
         self, layout_map: RuleLookup, results: object, chosen: list[object], native: jax.sharding.Mesh
     ) -> None:
-        """Fill in `chosen` for results that replace no argument, by the rules for their names."""
+        """Store in `chosen` the rules' shardings for named results that replace no argument."""
         out_names = self._options.out_names
         paths = list_result_paths(self._options.name, out_names, results)
         for n, (path, leaf) in enumerate(zip(paths, jax.tree.leaves(results), strict=True)):
@@ -486,7 +489,7 @@ class StepPrograms:
             warning = LayoutMapWarning(
                 f"{self._options.name}: {name} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},
-                why="without batch_argnums, only numpy arrays are batches, and this is a JAX array",
+                why="without batch_argnums, only numpy arrays count as batches, and this is a JAX array",
                 fix="if it is a batch, pass batch_argnums=...; if not, shard it first: "
                 "lm.dtensor.relayout(..)",
             )
@@ -495,7 +498,7 @@ class StepPrograms:
 
     # A step slices the padding off inside the program, which JAX refuses along explicit axes (decisions/0295).
     def _is_uneven(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> bool:
-        """Return whether a batch has uneven shards and must be padded. JAX checks the rows of several processes.
+        """Return whether a batch must be padded. In several processes it is not, because JAX checks their rows.
 
         Raises:
             LayoutError: The shards are uneven, and the mesh has explicit axes.
@@ -549,7 +552,7 @@ def _check_no_nnx_results(name: str, out: object) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_nnx_object)[0]:
         if is_nnx_object(leaf):
             raise ScopeError(
-                f"{name}: it returns a {type(leaf).__name__}",
+                f"{name}: the step returns a {type(leaf).__name__}",
                 facts={"where": jax.tree_util.keystr(path)},
                 why="the step changes nnx objects in place, and a returned object would be a copy",
                 fix="return the loss and metrics only",
@@ -572,7 +575,7 @@ def _has_random_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:
 
 
 def make_shape_struct(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """Return the shape, with padding for even shards, the dtype, and the sharding of a leaf, without its values."""
+    """Return a leaf's padded shape, dtype, and sharding as a `ShapeDtypeStruct`, which has no values."""
     aval = jax.typeof(leaf)
     shape = aval.shape if sharding is None else compute_padded_shape(aval.shape, sharding)
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)

@@ -179,7 +179,7 @@ class JitStep:
         for known in self._known_calls:
             matched = known.match_arguments(arguments)
             if matched is not None:
-                # JAX takes longer to notice that a call differs. So if two kinds of calls alternate, compare them here.
+                # JAX takes longer to notice a different call than this loop, so leave only repeated calls to JAX.
                 self._direct_call = known if known.is_jit_checked and known is self._known_calls[0] else None
                 if known is not self._known_calls[0]:
                     self._known_calls = [known, *(each for each in self._known_calls if each is not known)]

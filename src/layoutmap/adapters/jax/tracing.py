@@ -50,11 +50,11 @@ def is_random_key(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
+# JAX computes an array when it is created, so trace the function, and create the arrays later in their
+# layouts (decisions/0073).
 def trace_build_function(
     make: Callable[[], tuple[object, Sequence[object]]],
     mesh: jax.sharding.AbstractMesh,
-    # JAX computes an array when it is created, so trace the function, and create the arrays later in their
-    # layouts (decisions/0073).
 ) -> tuple[Any, Sequence[Any]]:
     """Trace a function that builds a model or arrays, so that it computes nothing.
 
@@ -90,11 +90,11 @@ def trace_build_function(
         if type(error).__name__ != "TraceContextError":  # compare the name, because flax may not be installed
             raise
         raise ScopeError(
-            "the function that creates the model changes a flax object from outside",
+            "the function that creates the model changes a flax object that it did not create",
             facts={"flax": str(error).strip().partition(" (http")[0]},
             why="each draw changes the counter of nnx.Rngs, and a traced function may change only "
             "objects that it creates",
-            fix="create it inside the function: layout_map.build(lambda: Model(nnx.Rngs(0)))",
+            fix="create the object inside the function: layout_map.build(lambda: Model(nnx.Rngs(0)))",
         ) from error
     operations = TracedOperations(closed)
     results = iter(closed.jaxpr.outvars)
@@ -214,7 +214,7 @@ class TracedOperations:
         return values | dict(zip(made, results, strict=True))
 
     def find_array_program(self, result: Var) -> _ArrayProgram:
-        """Return the operations that compute a variable from precomputed ones."""
+        """Return the operations that compute a variable from precomputed variables."""
         if result not in self._programs:
             eqns, needs = self._find_operations(result)
             inputs = [var for var in needs if var in self._precomputed]
@@ -227,7 +227,7 @@ class TracedOperations:
         return self._programs[result]
 
     def _find_operations(self, result: Var) -> tuple[list[JaxprEqn], list[Var]]:
-        """Return the operations that compute a variable, in order, and the precomputed variables they use."""
+        """Return the operations that compute a variable, in order, and the precomputed or constant variables read."""
         numbers: set[int] = set()
         needs: dict[Var, None] = {}
         todo = [result]

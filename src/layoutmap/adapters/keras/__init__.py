@@ -11,7 +11,7 @@ import numpy as np
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.keras.callback import CheckpointCallback as CheckpointCallback
-from layoutmap.adapters.keras.checkpoints import KerasCheckpointing
+from layoutmap.adapters.keras.checkpoints import KerasCheckpointAdapter
 from layoutmap.adapters.keras.derived import find_reduced_slots
 from layoutmap.adapters.keras.hooks import install_hooks
 from layoutmap.adapters.keras.paths import find_variables, make_slot_path
@@ -26,7 +26,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
 
 
-class KerasAdapter(KerasCheckpointing, Adapter):
+class KerasAdapter(KerasCheckpointAdapter, Adapter):
     """Adapter for Keras 3 models (see `layoutmap.adapters.protocol`)."""
 
     name = "keras"
@@ -42,7 +42,7 @@ class KerasAdapter(KerasCheckpointing, Adapter):
         return get_backend(get_backend_name()).explain_no_padding(variable, layout)
 
     def check_context(self) -> None:
-        """Raise for a Keras version, a backend, or a context in which a scope cannot work."""
+        """Raise if a scope cannot work with this Keras version or backend, or inside a compiled function."""
         backend = get_backend(get_backend_name())
         check_keras_support(backend.list_private_names())
         if backend.is_tracing():
@@ -57,11 +57,11 @@ class KerasAdapter(KerasCheckpointing, Adapter):
         return isinstance(model, keras.layers.Layer)
 
     def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
-        """Raise for each Keras layer that is constructed in the block, because the scope is for another library."""
+        """Raise for each Keras layer constructed in the block, because the scope is for a different library."""
         return install_hooks()
 
     def make_session(self, context: ScopeContext) -> Session:
-        """Return the session of a scope. Unless it is a plan, Keras's default device type is now the mesh's."""
+        """Return a new session for a scope. Unless it only plans, make the mesh's device type Keras's default."""
         backend = get_backend(get_backend_name())
         check_keras_support(backend.list_private_names())
         if not context.plan_only:
@@ -85,14 +85,14 @@ class KerasAdapter(KerasCheckpointing, Adapter):
         keras.utils.set_random_seed(seed)
 
     def create_lazy_variables(self, model: object, batch: object) -> None:
-        """Create, without computing, the variables that a first call and training step would create."""
+        """Create the variables that a first call and a training step would create, without running either."""
         session = get_session(model)
-        # JAX refuses arrays on another mesh than that of `jax.set_mesh`, also in traced calls, so leave that mesh.
+        # JAX refuses arrays on a different mesh than that of `jax.set_mesh`, also in traced calls, so leave that mesh.
         with session.backend.leave_tracing() if session is not None else nullcontext():
             create_missing_variables(model, _get_batch_inputs(batch))
 
     def set_optimizer(self, model: keras.Model, optimizer: keras.Optimizer) -> object:
-        """Set a model's optimizer, passed as an optimizer, a name, or a function that makes it. Return the model."""
+        """Set a model's optimizer, given as an optimizer, its name, or a function that makes it. Return the model."""
         if optimizer is None:
             return model
         try:
@@ -129,7 +129,7 @@ class KerasAdapter(KerasCheckpointing, Adapter):
         return named
 
     def find_context(self, model: keras.Model) -> ScopeContext | None:
-        """Return the scope that sharded a model or any layer in it, or None."""
+        """Return the scope that sharded a model or any layer in it, or None if no scope did."""
         sessions = (get_session(layer) for layer in model._flatten_layers())
         return next((session.context for session in sessions if session is not None), None)
 
@@ -138,7 +138,7 @@ class KerasAdapter(KerasCheckpointing, Adapter):
         return read_global_value(variable)
 
     def write(self, variable: keras.Variable, value: object) -> None:
-        """Assign an engine or numpy array to a variable without changing its layout."""
+        """Assign an array of the engine or of numpy to a variable, which keeps its layout."""
         variable.assign(value)
 
     def forward(self, model: keras.Model, batch: object) -> object:
@@ -147,7 +147,7 @@ class KerasAdapter(KerasCheckpointing, Adapter):
             return keras.tree.map_structure(np.asarray, model.predict_on_batch(_get_batch_inputs(batch)))
 
     def gradients(self, model: keras.Model, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return the losses of a batch, and the gradients that the model's step gives its optimizer, by path."""
+        """Return losses by name, and by path the gradients that the model's step passes to its optimizer."""
         x, y, sample_weight = _convert_batch_to_tensors(batch)
         backend = get_backend(get_backend_name())
         with backend.use_same_draws_and_rows(model):
@@ -157,7 +157,7 @@ class KerasAdapter(KerasCheckpointing, Adapter):
         return _convert_scalar_logs(losses), {paths[id(v)]: gradient for v, gradient in named}
 
     def train_step(self, model: keras.Model, batch: object) -> dict[str, float]:
-        """Run one optimizer step of a compiled model on a batch, and return its logs."""
+        """Run one training step of a compiled model on a batch, and return its scalar logs by name."""
         x, y, sample_weight = _convert_batch_to_tensors(batch)
         with get_backend(get_backend_name()).use_same_draws_and_rows(model):
             return _convert_scalar_logs(

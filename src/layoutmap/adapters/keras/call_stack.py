@@ -13,7 +13,7 @@ _METHODS = ("build", "call", "quantized_call")
 
 
 def is_calling_layer() -> bool:
-    """Return whether the `call` of a layer is running on this thread, and no `build`."""
+    """Return whether this thread is running the `call` of a layer, but not the `build` of any layer."""
     methods = {method for method, _ in _iterate_running_layers()}
     return bool(methods) and "build" not in methods
 
@@ -49,7 +49,7 @@ def iterate_running_owners(num_skipped: int) -> Iterator[object]:
 
 
 def count_user_frames() -> int:
-    """Return the number of frames up to and including the one that called into layoutmap."""
+    """Return the number of frames on this thread, from the outermost frame to the one that called into layoutmap."""
     names = [
         frame.f_globals.get("__name__", "").partition(".")[0] for frame in _iterate_frames(sys._getframe(1))
     ]
@@ -57,7 +57,7 @@ def count_user_frames() -> int:
 
 
 def find_frame(module_name: str, function: str = "") -> FrameType | None:
-    """Return the innermost running frame of a module, or of one of its functions, or None."""
+    """Return the innermost running frame of a module, or of `function` in it if given, or None if none runs."""
     for frame in _iterate_frames(sys._getframe(1)):
         if frame.f_globals.get("__name__") == module_name and function in ("", frame.f_code.co_name):
             return frame
@@ -65,7 +65,7 @@ def find_frame(module_name: str, function: str = "") -> FrameType | None:
 
 
 def find_running_step(model: object, step_names: Container[str]) -> str:
-    """Return the name of the model's step that is running, if it is one of `step_names`, or an empty text."""
+    """Return which of a model's methods `step_names` is running on this thread, or an empty text if none is."""
     for frame in _iterate_frames(sys._getframe(1)):
         if frame.f_code.co_name in step_names and frame.f_locals.get("self") is model:
             return frame.f_code.co_name
@@ -73,7 +73,7 @@ def find_running_step(model: object, step_names: Container[str]) -> str:
 
 
 def _iterate_running_layers() -> Iterator[tuple[str, keras.Layer]]:
-    """Yield the method and the layer of each running `build` or `call`, innermost first."""
+    """Yield the method name and the layer of each `build` and `call` running on this thread, innermost first."""
     for frame in _iterate_frames(sys._getframe(1)):
         if frame.f_code.co_name in _METHODS:
             layer = frame.f_locals.get("self")
@@ -82,7 +82,7 @@ def _iterate_running_layers() -> Iterator[tuple[str, keras.Layer]]:
 
 
 def _iterate_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and its callers, but not this function's frame, which would create a cycle."""
+    """Yield a given frame and its callers, but not this generator's frame, which would create a cycle."""
     while frame is not None:
         yield frame
         frame = frame.f_back

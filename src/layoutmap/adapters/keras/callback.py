@@ -64,8 +64,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     def batches(self) -> Iterator[object]:
         """Yield batches for `fit`, starting after the last trained batch.
 
-        Keras reads some batches ahead. So the state of the data is recorded after each batch, and saved with the step
-        that trains on it.
+        The state of the data after each batch is saved with the step that trains on it.
 
         Example:
             >>> import grain, keras, layoutmap as lm, numpy as np, tempfile
@@ -104,7 +103,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             self._save_step()
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        """Count the trained batches, of which one execution may have several."""
+        """Count the batches that were trained since the last call: with `steps_per_execution`, there are several."""
         now = self._num_before + batch + 1
         self.step += now - self.batch
         self.batch, self._is_new = now, True
@@ -112,7 +111,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             del self._states[step]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save the last step of an epoch, with its metrics."""
+        """Save the last step of an epoch, with the epoch's metrics, if a save is due."""
         self.epoch, self.batch, self._num_before = epoch + 1, 0, 0
         if self._every_epochs is None:
             self._save_step(metrics=logs)
@@ -133,7 +132,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the position of a saved run."""
+        """Restore the position of a saved run, and the state of its data."""
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
         if self._data is not None:
             self._states = {}

@@ -35,13 +35,13 @@ from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.keras.training import create_missing_variables
 from layoutmap.adapters.keras.untracked import find_untracked_variables
 from layoutmap.adapters.keras.wraps import get_session
-from layoutmap.adapters.protocol import Checkpointing, SavedOptimizer, StoredVariable
+from layoutmap.adapters.protocol import CheckpointAdapter, SavedOptimizer, StoredVariable
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.core.variables import Kind
 
 
-class KerasCheckpointing(Checkpointing):
-    """Save and load Keras models (see `layoutmap.adapters.protocol.Checkpointing`)."""
+class KerasCheckpointAdapter(CheckpointAdapter):
+    """Save and load Keras models (see `layoutmap.adapters.protocol.CheckpointAdapter`)."""
 
     def list_stored_variables(
         self, model: object, optimizer: object = None, saved: SavedOptimizer | None = None
@@ -72,7 +72,7 @@ class KerasCheckpointing(Checkpointing):
         ]
 
     def describe_variables(self, model: object, optimizer: object = None) -> list[StoredVariable]:
-        """Return the variables of an existing model, and the slots of its optimizer or a given one."""
+        """Return the variables of an existing model, and of `optimizer` or, without it, of the model's optimizer."""
         backend = get_backend(get_backend_name())
         return [
             StoredVariable(each.spec, backend.read_stored_array(each.variable))
@@ -82,7 +82,7 @@ class KerasCheckpointing(Checkpointing):
     def restore_variables(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
-        """Assign new values to variables."""
+        """Assign arrays to the variables with their paths. Return the model and the optimizer."""
         variables = {each.spec.path: each.variable for each in _describe_model(model)}
         for path, array in arrays:
             variables[path].assign(array)
@@ -99,7 +99,7 @@ class KerasCheckpointing(Checkpointing):
         }
 
     def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:
-        """Restore the random states in the result of `read_settings`, which another backend may have written."""
+        """Restore the random states that `read_settings` returned, as far as the current backend has them."""
         states = settings.get("random", {})
         if "keras" in states:
             set_global_seed_state(states["keras"])
@@ -109,7 +109,7 @@ class KerasCheckpointing(Checkpointing):
 
     # A load without an optimizer skips saved slots, so the next `compile` restores them (decisions/0081).
     def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
-        """Call `restore` once, after the next `compile` that gives the model an optimizer, and return True now."""
+        """Arrange that `restore` is called after the next `compile` that sets an optimizer, and return True."""
         before = model.__dict__.get("compile")
         original = model.compile
 
@@ -117,9 +117,8 @@ class KerasCheckpointing(Checkpointing):
         def compile_and_restore(*args: object, **kwargs: object) -> object:
             result = original(*args, **kwargs)
             if getattr(model, "optimizer", None) is not None:
-                if (
-                    model.__dict__.get("compile") is compile_and_restore
-                ):  # otherwise another scope has wrapped the model
+                # If another scope has wrapped `compile` since, keep its wrapper.
+                if model.__dict__.get("compile") is compile_and_restore:
                     del model.__dict__["compile"]
                     if before is not None:
                         model.__dict__["compile"] = before
@@ -132,14 +131,14 @@ class KerasCheckpointing(Checkpointing):
 
 
 def _describe_synced_model(model: Any, optimizer: object = None) -> list[DescribedVariable]:
-    """Return the variables of a model. On JAX in `fit`, store the values of the last step in them first."""
+    """Describe the variables of a model. On JAX in `fit`, first store the values of the last step in them."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()  # in `fit`, Keras on JAX updates the model only at the end of an epoch
     return _describe_model(model, optimizer)
 
 
 def _describe_model(model: Any, optimizer: Any = None) -> list[DescribedVariable]:
-    """Return the variables of a model as a plan of only this model would list them."""
+    """Describe the variables of a model as a plan of only this model would list them."""
     registry = Registry()
     layers = list(model._flatten_layers())
     for layer in layers:
@@ -168,7 +167,7 @@ def _describe_model(model: Any, optimizer: Any = None) -> list[DescribedVariable
 # Save unsharded models under the paths of a scope, so that sharded and unsharded models can load each
 # other's files (decisions/0081).
 def _treat_names_as_generated(layers: Iterable[object]) -> Generator[None]:
-    """Treat default-looking layer names outside a scope as generated by Keras, until the block ends."""
+    """Treat default-looking names of layers from outside a scope as generated by Keras, until the block ends."""
     unknown = [layer for layer in layers if not has_constructor_texts(layer)]
     for layer in unknown:
         record_constructor_texts(layer, ())
@@ -180,14 +179,14 @@ def _treat_names_as_generated(layers: Iterable[object]) -> Generator[None]:
 
 
 DefaultNames = Mapping[str, Sequence[Any]]
-"""For each path, the names of layers that look numbered by Keras, and whether the user chose them."""
+"""By layer path: a layer name that looks like a default of Keras, and whether the user chose it."""
 
 
 def _collect_default_names(model: Any) -> DefaultNames:
-    """Return names of sibling layers that look like Keras's defaults, and whether each was passed by the user.
+    """Return, by path, sibling layers' names that look like Keras's defaults, with whether the user chose them.
 
-    Their paths are the numbers of these names in order. If Keras made all of them up, or none, that order is the same
-    wherever the model is built. If some were given, it may not be, and weights of one shape would be exchanged.
+    Paths number these layers in the order of their names. If the user chose some of the names, a rebuilt model may have
+    a different order, and weights of equal shapes would be exchanged.
     """
     groups: dict[tuple[str, str], dict[str, Sequence[object]]] = {}
     given = {id(layer): is_user_named(layer) for layer in model._flatten_layers()}
@@ -210,9 +209,9 @@ def check_layer_names(saved: DefaultNames, current: DefaultNames) -> None:
     """Raise if layers may differ from those that were saved under their paths (see `_collect_default_names`)."""
     if not _is_names_record(saved):
         raise CheckpointError(
-            "the checkpoint has no names of layers",
-            why="its metadata is not that of a Keras model",
-            fix="load another step",
+            "the checkpoint does not say which names its layers had",
+            why="its metadata is damaged, or is not that of a Keras model",
+            fix="load a different step",
         )
     shifts: dict[tuple[str, str], set[int]] = {}
     wrong: dict[str, object] = {}
@@ -231,10 +230,10 @@ def check_layer_names(saved: DefaultNames, current: DefaultNames) -> None:
         raise CheckpointError(
             f"{join_names([*wrong])}: these layers may differ from those that were saved under their paths",
             facts=wrong,
-            why="Keras numbers unnamed layers anew in each process, and other layers have names of the "
-            "same form; nothing was loaded",
-            fix="name all of these layers before you save the model; a model that was saved in a scope can be loaded "
-            "in one: pass layout_map=",
+            why="Keras numbers unnamed layers anew in each process, so a different layer may have the path now; "
+            "nothing was loaded",
+            fix="name all of these layers before you save the model; to load a model that was saved in a "
+            "scope, pass layout_map=",
         )
 
 
@@ -255,8 +254,8 @@ def _check_has_weights(model: Any, entries: Iterable[DescribedVariable]) -> None
     ]
     if unbuilt:
         raise CheckpointError(
-            f"{strip_generated_number(model.name)}: it has no weights yet",
+            f"{strip_generated_number(model.name)}: the model has no weights yet",
             facts={"not built": join_names(unbuilt)},
             why="its layers create their weights in their first call, and were not called yet",
-            fix="call it first, as in model(keras.Input(...)); to load it, pass inputs= to layoutmap.load",
+            fix="call the model first, as in model(keras.Input(...)); to load it, pass inputs= to layoutmap.load",
         )

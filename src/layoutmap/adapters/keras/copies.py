@@ -4,8 +4,8 @@ copy.deepcopy    makes the copy in the scope again, so it has the same layouts
 pickle           has values and a configuration, and may be read where other devices are: a warning
 clone_model      makes new layers, which are unsharded if no scope is open: a warning
 load_model       makes new layers, too: a warning, by a mark in the file, while the model that was saved lives
-a head           a model made outside of the scope, with layers in it that are not: a warning at its first call, and
-                 an error in a step that a backend cannot take with it
+an outer model   was made outside of the scope, and contains its layers: a warning in its first call, and an
+                 error in a step that the backend cannot run
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def wrap_save_own_variables(save: Callable[..., object], session: KerasSession) 
     def save_own_variables(store: Any) -> None:
         if isinstance(store, H5IOStore):
             store.h5_file.attrs[_MARK] = "saved from layouts"
-            session.load_watch.__enter__()  # it ends when the session is deleted
+            session.load_watch.__enter__()  # the session closes it when it is deleted
         save(store)
 
     return save_own_variables
@@ -110,7 +110,7 @@ _PATCHES = Patches([AttributePatch(H5IOStore, "get", _wrap_store_get)])
 
 
 def warn_of_unsharded_layers(model: keras.Model, unsharded_layers: list[keras.Layer]) -> None:
-    """Warn of a model that was created outside the scope of some of its layers."""
+    """Warn that a model created outside the scope of some of its layers has other layers that are unsharded."""
     names = ", ".join(layer.name for layer in unsharded_layers[:5])
     more = f" and {len(unsharded_layers) - 5} more" if len(unsharded_layers) > 5 else ""
     _warn_in_user_code(
@@ -122,7 +122,7 @@ def warn_of_unsharded_layers(model: keras.Model, unsharded_layers: list[keras.La
 
 
 def make_mixed_model_error(model: keras.Model, step_name: str) -> ScopeError:
-    """Return the error for a model created outside the scope of its sharded layers."""
+    """Return the error for running a step of a model that was created outside the scope of its sharded layers."""
     return ScopeError(
         f"{model.name}: {step_name} cannot run with sharded layers, because the model was created outside their scope",
         why="the model's batches, other layers, and optimizer are unsharded",

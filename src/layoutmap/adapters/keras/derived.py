@@ -36,9 +36,9 @@ _FLOAT8 = (
 class Derivation:
     """The parent weight of a derived variable, and how its axes correspond to the parent's."""
 
-    parent: str  # name in the same layer, or the own name if the variable replaced its parent
+    parent: str  # name in the same layer, or the same name if the variable replaced its parent
     shape: tuple[int, ...]  # shape of the parent
-    axes: Axes  # for each axis, the parent axes that it joins
+    axes: Axes  # for each axis, the parent axes that are joined in it
 
 
 # Rules rarely match derived variables, so these inherit from their parent axis by axis (decisions/0020).
@@ -63,7 +63,7 @@ class ReducedSlot:
     slot: keras.Variable
     weight: keras.Variable
     kind: str  # name of the slot in the optimizer, because its Keras name is that of the weight
-    axes: Axes  # for each axis, the weight axes that it joins
+    axes: Axes  # for each axis, the weight axes that are joined in it
 
 
 def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
@@ -80,12 +80,12 @@ def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
         yield ReducedSlot(columns, weight, "c", (*kept, (rank - 1,)))
 
 
-# Variable (or None if the layer lacks it) and its derivation.
+# Pairs of a variable, which is None if missing, and its derivation.
 _Derived = Iterator[tuple[keras.Variable | None, Derivation]]
 
 
 def _get_own_variable(layer: object, name: str) -> Any:
-    """Return the variable in a layer's attribute, or None if it is missing or computed."""
+    """Return the variable that a layer stores in an attribute, or None if there is none, as for a property."""
     value = vars(layer).get(name)
     return value if isinstance(value, keras.Variable) else None
 
@@ -101,12 +101,12 @@ def _derive_lora_factors(layer: object, name: str, shape: tuple[int, ...]) -> _D
 def _derive_quantized_variables(
     layer: keras.Layer, name: str, shape: tuple[int, ...], table_axes: Axes, kept_axes: tuple[int, ...]
 ) -> _Derived:
-    """Yield the quantized form of a weight and its scales with their derivations."""
+    """Yield pairs of a variable and its derivation, for the quantized form of a weight and the form's scales."""
     mode = getattr(layer, "quantization_mode", None)
     if mode is None:
         return
     if mode == "int4":
-        for attribute in (f"_{name}", name):  # it is private or public, depending on the Keras version
+        for attribute in (f"_{name}", name):  # try both, because Keras versions differ
             yield _get_own_variable(layer, attribute), Derivation(name, shape, table_axes)
     yield _get_own_variable(layer, f"quantized_{name}"), Derivation(name, shape, table_axes)
     for scale in (f"{name}_scale", f"{name}_zero"):
@@ -152,12 +152,12 @@ def _derive_einsum_dense_variables(layer: keras.Layer) -> _Derived:
     yield from _derive_float8_scales(layer, shape)
     mode = getattr(layer, "quantization_mode", None)
     if mode in ("gptq", "awq"):
-        # A kernel of rank 3 has one output axis if its largest axis is last, and two if it is first.
+        # Like Keras, take a kernel of rank 3 to have two output axes if its first axis is the largest, else one.
         split = 1 if len(shape) == 2 or shape.index(max(shape)) == 0 else 2
         rows, columns = tuple(range(split)), tuple(range(split, len(shape)))
         yield from _derive_quantized_variables(layer, "kernel", shape, (columns, rows), columns)
     elif mode in ("int8", "int4"):
-        # With prime sizes, the shape of the scale shows which kernel axes each of its axes joins.
+        # Give each kernel axis a different prime size, so that the sizes of the scale tell which axes it has.
         sizes = _PRIMES[: len(shape)]
         axes = tuple((sizes.index(n),) if n in sizes else () for n in layer._get_kernel_scale_shape(sizes))
         columns = tuple(sorted(axis for of in axes for axis in of))

@@ -42,7 +42,7 @@ class DescribedVariable:
 
 
 def describe_variables(registry: Registry) -> list[DescribedVariable]:
-    """Return all variables of a scope: those of its models in model order, then the rest."""
+    """Describe all variables of a scope: first those of its models in model order, then the rest."""
     layers, optimizers = registry.list_layers(), _find_outer_optimizers(registry.list_optimizers())
     known = _sort_variables(registry, layers, optimizers)
     entries = list(_describe_variables_in_layers(layers))
@@ -84,7 +84,7 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
 
 
 def _find_outer_optimizers(optimizers: Sequence[object]) -> list[Any]:
-    """Return the optimizers that none of the others wraps. A wrapper also lists the inner variables."""
+    """Return the optimizers that no other one wraps, because a wrapper also lists the variables that it wraps."""
     inner = {
         id(each)
         for optimizer in optimizers
@@ -94,7 +94,7 @@ def _find_outer_optimizers(optimizers: Sequence[object]) -> list[Any]:
 
 
 def _sort_variables(registry: Registry, layers: Sequence[object], optimizers: Sequence[object]) -> list[Any]:
-    """Return a scope's variables: those of optimizers and metrics last, in their owner's order.
+    """Return a scope's variables. Those of optimizers and metrics are last, in the order of their owners' lists.
 
     Slots with equal paths are numbered in this order, so it must not depend on which of them was created first.
     """
@@ -104,12 +104,12 @@ def _sort_variables(registry: Registry, layers: Sequence[object], optimizers: Se
         for owner in owners
         for v in (owner.metrics_variables if isinstance(owner, keras.Model) else owner.variables)
     ]
-    place = {id(variable): number for number, variable in reversed(list(enumerate(owned)))}
-    return sorted(registry.list_variables(), key=lambda variable: place.get(id(variable), -1))
+    position = {id(variable): number for number, variable in reversed(list(enumerate(owned)))}
+    return sorted(registry.list_variables(), key=lambda variable: position.get(id(variable), -1))
 
 
 def _list_optimized_variables(optimizers: Sequence[object]) -> list[Any]:
-    """Return the variables that optimizers have slots for, in slot order, including frozen ones.
+    """Return the variables for which optimizers have slots, also frozen ones, in the order of the slots.
 
     An optimizer may also update variables of a framework, such as a `DVariable`. A plan does not list them.
     """
@@ -119,7 +119,7 @@ def _list_optimized_variables(optimizers: Sequence[object]) -> list[Any]:
 
 
 def describe_standalone_variable(variable: Any, kind: Kind) -> DescribedVariable:
-    """Describe a variable without a layer or optimizer. Keras's number is removed from its name."""
+    """Describe a variable of no layer and no optimizer, by its name without the number that Keras appended."""
     *scopes, name = variable.path.split("/")
     name = renumber_names([variable])[0] if has_constructor_texts(variable) else strip_generated_number(name)
     path = ".".join([*map(strip_generated_number, scopes), name])
@@ -133,7 +133,7 @@ def describe_layer_variable(layer: object, prefix: str, variable: object) -> Des
 
 
 def list_layer_paths(layers: Sequence[object]) -> list[tuple[str, Any]]:
-    """Return path and layer for the layers of all models and standalone layers, once for each path."""
+    """Return pairs of path and layer for all layers of a scope. A shared layer occurs once for each path."""
     paths: list[tuple[str, Any]] = []
     for _, prefix, root in _iterate_root_layers(layers):
         paths += [(prefix.removesuffix("."), root)] if prefix else []
@@ -144,12 +144,12 @@ def list_layer_paths(layers: Sequence[object]) -> list[tuple[str, Any]]:
 def find_unsupported_ops(
     backend: Backend, layers: Sequence[Any], entries: Sequence[DescribedVariable]
 ) -> list[UnsupportedFeature]:
-    """Return the operations of layers with weights that a backend cannot compute."""
+    """Return the operations that a backend cannot compute, for all layers that have weights."""
     specs = {id(e.variable): e.spec for e in entries}
     found: list[UnsupportedFeature] = []
     for layer in layers:
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
-        # A layer without its own weights, such as an RNN, has no path in the plan, so use its first sublayer's.
+        # A layer without its own weights, such as an RNN, has no path in the plan, so report its first sublayer.
         inner = own or [v for below in iterate_sublayers(layer) for v in below.variables]
         known = [specs[id(v)] for v in inner if id(v) in specs]
         if known:
@@ -162,7 +162,7 @@ def find_unsupported_ops(
 
 
 def _iterate_root_layers(layers: Sequence[object]) -> Iterator[tuple[str, str, object]]:
-    """Yield the model's name in the plan, the prefix of paths, and the layer, for layers without a parent."""
+    """Yield a model's name in the plan, a prefix of paths, and a layer, for each layer without a parent."""
     tops = find_root_layers(layers)
     names = renumber_names(tops)
     for model, name, root in zip(make_unique_names(names), names, tops, strict=True):
@@ -205,7 +205,7 @@ def _describe_untracked_variables(
     described_ids: set[int],
     find_kind: Callable[[Any], Kind],
 ) -> Iterator[DescribedVariable]:
-    """Yield variables in attributes of objects that are not layers, except a model's metrics."""
+    """Describe variables in attributes of objects that are not layers, except a model's metrics."""
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
     others = described_ids | {id(variable) for model in models for variable in model.metrics_variables}
     wanted = {id(variable) for variable in variables if not is_global_seed_variable(variable)} - others
@@ -231,6 +231,6 @@ def _describe_slot(
 def _describe_variable(variable: keras.Variable, path: str, kind: Kind, **rest: Any) -> DescribedVariable:
     shape = tuple(int(n) for n in variable.shape)
     dtype = keras.backend.standardize_dtype(variable._dtype)
-    # Rules for Keras names do not apply to slots, so slots have none.
+    # Rules for Keras names do not apply to slots, so slots get no Keras name.
     name = "" if kind is Kind.SLOT else f"{KERAS}{variable.path}"
     return DescribedVariable(variable, VariableSpec(path, shape, dtype, kind, name=name, **rest))

@@ -14,7 +14,7 @@ from layoutmap.core.mesh import Mesh
 
 
 def make_keras_layout_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh: object) -> object:
-    """Return a `keras.distribution.LayoutMap` with one key for each name, which matches only that name.
+    """Return a `keras.distribution.LayoutMap` with a key for each variable name. A key matches exactly this name.
 
     Without a `DeviceMesh`, one is made of the mesh's devices, or of all.
 
@@ -32,14 +32,14 @@ def make_keras_layout_map(mesh: Mesh, layouts: Mapping[str, Layout], device_mesh
 
 
 def _check_device_mesh(mesh: Mesh, device_mesh: Any) -> None:
-    """Raise if a `DeviceMesh` has other dims than a mesh."""
+    """Raise if the dims of a `DeviceMesh` differ from those of a mesh."""
     dims = list(zip(device_mesh.axis_names, device_mesh.shape, strict=True))
     if dims != list(mesh.dim_sizes.items()):
         raise MeshError(
-            "to_keras: the DeviceMesh is not the plan's mesh",
+            "to_keras: the DeviceMesh has different dims than the plan's mesh",
             facts={"plan": str(mesh), "DeviceMesh": ", ".join(f"{name}={size}" for name, size in dims)},
             why="layouts name the dims of the plan's mesh",
-            fix="pass a DeviceMesh of the plan's dims, or plan on its dims",
+            fix="pass a DeviceMesh with the plan's dims, or plan on a mesh with its dims",
         )
 
 
@@ -49,7 +49,7 @@ def _make_device_mesh(mesh: Mesh) -> object:
     devices = names or keras.distribution.list_devices()
     if len(devices) != mesh.size:
         raise MeshError(
-            f"to_keras: the plan's mesh has {mesh.size} devices, and Keras has {len(devices)}",
+            f"to_keras: the plan's mesh has {mesh.size} devices, but Keras has {len(devices)}",
             facts={"mesh": str(mesh)},
             why="the mesh is abstract, and Keras's layout map needs real devices",
             fix="pass device_mesh=, or plan on a mesh of this machine's size",

@@ -1,7 +1,7 @@
 """Read arrays in Keras's weight files from disk only when needed.
 
-A store of Keras returns global arrays, so a whole sharded weight would be in host memory at once. The store of this
-module returns arrays that are still in the file, and of which single blocks can be read. Any other use reads the array.
+A store of Keras returns whole arrays, which would fill host memory. The store of this module returns arrays that are
+still in the file, and of which single blocks can be read. Any other use reads the array.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class FileStore:
 
     @property
     def _keras_store(self) -> Any:
-        """Store of Keras. Referenced arrays are read first, because it may close their file to open another."""
+        """Keras's own store. It may close its file, so arrays that are still referenced are read first."""
         self.load_referenced_arrays()
         return self._store
 
@@ -124,5 +124,5 @@ def _read_dataset_dtype(dataset: Any) -> np.dtype[Any] | None:
 
 
 def _convert_file_array(value: object) -> object:
-    """Read an array from its file. Return other values unchanged."""
+    """Return a `FileArray` as a numpy array, and any other value unchanged."""
     return np.asarray(value) if isinstance(value, FileArray) else value

@@ -16,7 +16,7 @@ from layoutmap.engines.agreement import NamedText
 
 
 def describe_step_program(model: keras.Model, step_name: str) -> Iterator[NamedText]:
-    """Yield all properties that determine the program of a model's step: `"train"`, `"test"`, or `"predict"`."""
+    """Yield all properties that determine the result of a model's `"train"`, `"test"`, or `"predict"` step."""
     layers: dict[int, tuple[str, Any]] = {}
     for path, layer in [("", model), *find_layers(model)]:
         layers.setdefault(id(layer), (path, layer))
@@ -51,7 +51,7 @@ def _describe_object_settings(prefix: str, keras_object: Any) -> Iterator[NamedT
     except Exception:  # a custom layer may have no config, so leave out its settings
         return
     for key, value in config.items():
-        # The config of a function has its file and line, which may differ, so use the function itself.
+        # The config of a function has its file and line, which processes may differ in, so use the function.
         own = getattr(keras_object, key, None)
         if callable(own) and isinstance(value, dict):
             yield f"{prefix}{key}", describe_function(own)

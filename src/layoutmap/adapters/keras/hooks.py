@@ -1,9 +1,8 @@
 """Replace class attributes of Keras while a scope is open.
 
-A few class attributes are replaced while a scope is open on some thread, and put back when the last one closes:
-`Variable.__init__` (of the class that all backends share), `Layer.__new__`, `Layer._maybe_build`, the optimizers'
-`__init__` and `SeedGenerator.next`. All look at the current scope of their own thread, so other threads see unchanged
-Keras. `get_attr_skipset`, which loading calls often, is cached meanwhile.
+While a scope is open on some thread, these are replaced: `Variable.__init__` (of the class that all backends share),
+`Layer.__new__`, `Layer._maybe_build`, the optimizers' `__init__`, and `SeedGenerator.next`. All look at the scope of
+their own thread, so other threads see unchanged Keras. `get_attr_skipset`, which loading calls often, is cached.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def _wrap_variable_init(original: Callable[..., None]) -> Callable[..., None]:
         if not _is_keras_session(session) or getattr(_being_constructed, "variable", None) is variable:
             original(variable, initializer, *args, **kwargs)
             return
-        refusal = session.find_error_of_existing_object()
+        refusal = session.find_preexisting_owner_error()
         if refusal is not None:
             raise _UncatchableError(refusal) if _is_inside_maybe_build(sys._getframe()) else refusal
         # Another library's wrapper may call `__init__` twice, so construct only once.
@@ -43,7 +42,7 @@ def _wrap_variable_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _wrap_layer_new(static_method: Any) -> object:
-    """Wrap `Layer.__new__` to record layers in the open scope, or to refuse them if it is for another library."""
+    """Wrap `Layer.__new__` to record layers in the open scope, or raise if the scope is for a different library."""
     original: Callable[..., object] = static_method.__func__
 
     @functools.wraps(original)
@@ -58,7 +57,7 @@ def _wrap_layer_new(static_method: Any) -> object:
             raise ScopeError(
                 f"{cls.__name__}: a Keras layer is built in a scope for {session.library} models",
                 why="a scope is for one library, so this layer would stay unsharded",
-                fix='pass library="keras"',
+                fix='pass library="keras" to the scope, or build the layer outside',
             )
         else:
             warn_of_model_in_inner_task("keras", cls.__name__)
@@ -68,11 +67,11 @@ def _wrap_layer_new(static_method: Any) -> object:
 
 
 class _UncatchableError(BaseException):
-    """Carry an error out of Keras, which catches any `Exception` of a layer that it builds by a call."""
+    """Carry an error out of Keras, which catches each `Exception` of a layer that it builds by a call."""
 
 
 def _wrap_maybe_build(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `Layer._maybe_build` so that the outermost one raises the error inside an `_UncatchableError`."""
+    """Wrap `Layer._maybe_build` so that the outermost call raises the error that an `_UncatchableError` carries."""
 
     @functools.wraps(original)
     def maybe_build(layer: object, call_spec: object) -> None:

@@ -22,9 +22,9 @@ from layoutmap.core.initializers import Initializer, InitializerProgram
 
 
 def explain_global_init(initializer: object, global_init_reasons: Mapping[str, str]) -> str:
-    """Return why a variable's global value must be computed on one device, or an empty text."""
+    """Return why an initializer must compute a whole value on one device, or an empty text if it need not."""
     if not _is_keras_initializer(initializer):
-        return f"{_format_qualified_name(initializer)} is not one of Keras's own initializers, so it cannot be split"
+        return f"{_format_qualified_name(initializer)} is not an initializer of Keras, so it cannot compute shards"
     if isinstance(initializer, keras.initializers.Constant) and math.prod(np.shape(initializer.value)) == 1:
         return ""
     return global_init_reasons.get(type(initializer).__name__, "")
@@ -33,7 +33,7 @@ def explain_global_init(initializer: object, global_init_reasons: Mapping[str, s
 def convert_initializer(
     initializer: Any, shape: tuple[int, ...], dtype: str, unshard: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
-    """Return this library's initializer for one of Keras. `unshard` makes a drawn seed unsharded."""
+    """Return this library's initializer with the values of Keras's. `unshard` makes a drawn seed unsharded."""
     if not _is_keras_initializer(initializer):
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())
@@ -83,14 +83,14 @@ def can_draw_seeds(initializer: object) -> bool:
 
 
 def copy_with_fixed_seed(initializer: Any, unshard: Callable[[object], object]) -> object:
-    """Return a copy of an initializer that always uses one seed, which is now drawn from its generator."""
+    """Draw a seed from an initializer's generator. Return a copy of the initializer that always uses this seed."""
     initializer_copy = copy.copy(initializer)
     initializer_copy.seed = _FixedSeed(unshard(draw_seed(initializer.seed)))
     return initializer_copy
 
 
 class _FixedSeed(keras.random.SeedGenerator):
-    """Hold a drawn seed in the form that every backend accepts."""
+    """Seed generator that always returns one given seed, in the form that every backend accepts."""
 
     def __init__(self, seed: object):
         # The base constructor would create a variable, and __setattr__ would track it, so skip both.
@@ -102,7 +102,7 @@ class _FixedSeed(keras.random.SeedGenerator):
 
 
 def _encode_setting(value: object) -> object:
-    """Format a setting that JSON cannot store as unambiguous text. `repr` would shorten arrays."""
+    """Return a setting in a form for JSON: an array as dtype, shape, and bytes, anything else as its `repr`."""
     if not hasattr(value, "shape"):
         return repr(value)
     array = np.asarray(value)
@@ -116,6 +116,6 @@ def _is_keras_initializer(initializer: object) -> bool:
 
 
 def _format_qualified_name(initializer: Any) -> str:
-    """Return the module and name of an initializer's class, or of the function that it is."""
+    """Return the module and the name of an initializer's class, or of the initializer itself if it is a function."""
     kind = initializer if hasattr(initializer, "__qualname__") else type(initializer)
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -35,11 +35,11 @@ def is_host_array(value: object) -> bool:
     if isinstance(value, (np.generic, keras.Variable, keras.KerasTensor)) or keras.ops.is_tensor(value):
         return False
     like_an_array = all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
-    return like_an_array and not hasattr(value, "__dlpack__")  # as tensors of other frameworks have
+    return like_an_array and not hasattr(value, "__dlpack__")  # as tensors of frameworks have
 
 
 def shard_host_array(assignment: Assignment, value: Any) -> object:
-    """Make an engine array from a host array, and read each distinct shard once."""
+    """Return the sharded engine array of a host array. Each distinct shard is read once."""
     engine = get_engine(get_backend(get_backend_name()).engine_name)
     name = assignment.variable.dtype
     dtype = engine.canonicalize_values(np.empty(0, getattr(ml_dtypes, name, name))).dtype
@@ -72,7 +72,7 @@ def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
     """Raise if a value on the host does not have the shape of a variable."""
     if tuple(variable.shape) != tuple(value.shape):
         raise LayoutError(
-            f"{path}: the value has another shape",
+            f"{path}: the value has a different shape than the variable",
             facts={
                 "variable": tuple(variable.shape),
                 "value": tuple(value.shape),
@@ -127,7 +127,7 @@ def wrap_load_weights(
                 session.thread_state.shape_mismatches = mismatches
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the load that follows warns again
+                    warnings.simplefilter("ignore")  # the load that follows repeats these warnings
                     original(filepath, **kwargs)
             finally:
                 for session in checking:
@@ -139,14 +139,14 @@ def wrap_load_weights(
 
 
 def _raise_for_mismatches(file_name: str, mismatches: dict[str, str]) -> None:
-    """Raise if variables have other shapes in a file than in the model."""
+    """Raise if `mismatches` lists variables that have different shapes in a file and in the model."""
     if mismatches:
         shown = dict(list(mismatches.items())[:20])
         more = len(mismatches) - len(shown)
         raise LayoutError(
-            f"{file_name}: {len(mismatches)} variables of the model have another shape in the file",
+            f"{file_name}: {len(mismatches)} variables of the model have a different shape in the file",
             facts=shown | ({"and": f"{more} more"} if more else {}),
-            why="the file belongs to another model; nothing was loaded",
+            why="the file was saved from a different model; nothing was loaded",
             fix="build the saved model, or pass skip_mismatch=True to keep the present values of these "
             "variables",
         )
@@ -163,7 +163,7 @@ def _is_assign_only(method: object) -> bool:
 def _record_mismatches(
     variables: Sequence[object], session: KerasSession, mismatches: dict[str, str]
 ) -> Iterator[None]:
-    """Record which assigned values have wrong shapes, and do not assign them, until the block ends."""
+    """Make `assign` of variables only record values of wrong shapes until the block ends."""
 
     def record_mismatch(variable: Any, value: Any) -> object:
         wanted, there = tuple(variable.shape), tuple(value.shape)

@@ -46,7 +46,7 @@ class Materializer:
             self._undrawn.append(weakref.ref(variable))
 
     def draw_earlier_seeds(self, variable: object, initialize_now: Callable[[keras.Variable], None]) -> None:
-        """Draw the seeds that unsharded Keras draws before it creates this variable, or until now for None.
+        """Draw the seeds of variables created before `variable`, or of all for None, as unsharded Keras would.
 
         Does nothing if the variable does not draw. `initialize_now` gives a variable its value at once.
         """
@@ -64,7 +64,7 @@ class Materializer:
                 initialize_now(first)
 
     def draw_seeds_in_creation_order(self, initialize_now: Callable[[keras.Variable], None]) -> None:
-        """Draw seeds in the order of creation if custom initializers, too, may draw from the same generator."""
+        """Draw all pending seeds in order if custom initializers may draw from the same generators as Keras's."""
         waiting = [v for ref in self._undrawn if (v := ref()) is not None and is_pending(v)]
         if len({has_seed_generator(v._initializer) for v in waiting}) > 1:
             self.draw_earlier_seeds(None, initialize_now)
@@ -78,7 +78,7 @@ class Materializer:
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(pairs)}
         with self._mark_initializing():
             initializers = {key: self._convert_initializer(v) for key, (v, _) in keyed.items()}
-            # A draw gives the generator's state its value, so leave out states that have one now.
+            # A draw gives the generator's state its value, so leave out states that have a value now.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
             arrays = self._session.context.create_arrays(
                 {key: a for key, (_, a) in keyed.items()}, initializers
@@ -87,11 +87,11 @@ class Materializer:
             self._store_first_value(variable, assignment, arrays[key])
 
     def _mark_initializing(self) -> AbstractContextManager[None]:
-        """Mark that initializers run until the block ends, so that their draws do not trigger earlier ones."""
+        """Keep draws of running initializers from triggering `draw_earlier_seeds` until the block ends."""
         return set_temporarily(self._session.thread_state, "is_running_initializers", True)
 
     def initialize_variable_unsharded(self, variable: Any) -> None:
-        """Initialize a variable outside any model as Keras does, and stop tracking it."""
+        """Initialize a variable of no model as Keras does, unsharded, and remove it from the registry."""
         restore_variable_class(variable)
         variable._layout = None
         with self._session.backend.leave_tracing():
@@ -99,7 +99,7 @@ class Materializer:
         self._session.registry.remove_variable(variable)
 
     def assign_first_value(self, variable: keras.Variable, assignment: Assignment, value: object) -> None:
-        """Store a value in a pending variable. Its initializer draws its seed but never runs."""
+        """Store a value in a pending variable. Its initializer only draws its seed, as unsharded Keras does."""
         if has_seed_generator(variable._initializer):
             with self._mark_initializing():
                 copy_with_fixed_seed(variable._initializer, self._unshard_seed)
@@ -117,7 +117,7 @@ class Materializer:
         self._store_array(variable, assignment, array)
 
     def _store_first_value(self, variable: keras.Variable, assignment: Assignment, array: object) -> None:
-        """Store the first value of a pending variable, which ends being pending."""
+        """Store the first value of a pending variable, and restore its class, so that it is no longer pending."""
         self._store_array(variable, assignment, array)
         restore_variable_class(variable)  # last, so that after an interrupt the variable is still pending
         variable._initializer = None

@@ -36,7 +36,7 @@ def has_constructor_texts(layer: object) -> bool:
 
 # Keras numbers layers over the whole process, so restart the numbers within each parent (decisions/0005).
 def renumber_names(layers: Sequence[Any]) -> list[str]:
-    """Return the names of sibling layers, with numbers that count only the siblings that Keras named."""
+    """Return the names of sibling layers. Names that Keras generated get numbers that count only the siblings."""
     names = {id(layer): layer.name for layer in layers}
     numbered = [
         (*found, layer)
@@ -60,12 +60,12 @@ def is_user_named(layer: Any) -> bool | None:
 
 
 def parse_default_name(layer: Any, name: str | None = None) -> tuple[str, int] | None:
-    """Return the prefix and number of a name that looks like a default of Keras, or None."""
+    """Return prefix and number of a layer's name, or of `name`, if it looks like Keras's default, else None."""
     prefix, number = split_name_and_number(layer.name if name is None else name)
     return (prefix, number) if prefix == to_snake_case(type(layer).__name__) else None
 
 
 def split_name_and_number(name: str) -> tuple[str, int]:
-    """Split a name into its prefix and its number, or 0 without one."""
+    """Return the prefix and the number of a name such as `dense_7`. A name without a number has the number 0."""
     found = re.fullmatch(r"(.+?)_(\d+)", name)
     return (found[1], int(found[2])) if found else (name, 0)

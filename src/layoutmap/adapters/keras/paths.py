@@ -28,7 +28,7 @@ from layoutmap.core.variables import make_unique_names
 _MOST_ALIASES = 16
 
 SESSION = "_layoutmap_session"
-"""The attribute of a layer, optimizer, or pending variable with the session of its scope."""
+"""The attribute in which a layer, optimizer, or pending variable stores the session of its scope."""
 
 # What these internal attributes of Keras and of this library contain is also in public ones, so skip them.
 _BOOKKEEPING = frozenset(
@@ -39,7 +39,7 @@ _BOOKKEEPING = frozenset(
         *("_inbound_nodes", "_outbound_nodes", "_losses", "_loss_ids", "_losses_override", "_loss_tracker"),
         *("_compile_loss", "_compile_metrics", "_modules", "_parameters", "_torch_params"),
         *("optimizer", "_optimizer"),
-        # TensorFlow stores the tracked objects for its checkpoints again.
+        # TensorFlow stores the tracked objects for its checkpoints again, so skip these copies.
         *("_self_unconditional_checkpoint_dependencies", "_self_unconditional_dependency_names"),
         *("_self_unconditional_deferred_dependencies", "_self_name_based_restores"),
         *("_self_saveable_object_factories", "_self_tracked_trackables"),
@@ -70,7 +70,7 @@ def find_variables(root: object) -> list[VariableWithPaths]:
 
 
 def number_duplicate_paths(numbered_variables: Iterable[VariableWithPaths]) -> list[VariableWithPaths]:
-    """Append numbers to paths that occur more than once, and return the changed variables as a list."""
+    """Append numbers to paths that occur more than once, so that all paths differ. Return all variables as a list."""
     every = list(numbered_variables)
     for each, path in zip(every, make_unique_names([each.path for each in every]), strict=True):
         each.path = path
@@ -86,13 +86,13 @@ def iterate_sublayers(layer: object) -> Iterator[keras.Layer]:
 
 
 def find_root_layers(layers: Sequence[object]) -> list[Any]:
-    """Return those of the layers that none of the others contains."""
+    """Return the layers that are not a direct child of any of these layers."""
     below = {id(child) for layer in layers for child in iterate_sublayers(layer)}
     return [layer for layer in layers if id(layer) not in below]
 
 
 def find_layers(root: object) -> list[tuple[str, keras.Layer]]:
-    """Return path and layer for all layers below a layer or model, once per path, in the variables' order."""
+    """Return pairs of path and layer for all layers below a layer or model, once per path, in a fixed order."""
     found: dict[tuple[str, int], keras.Layer] = {}
     open_ids: set[int] = set()
 
@@ -134,7 +134,7 @@ def make_slot_path(
     taken_paths: set[str],
     kind: str = "",
 ) -> str:
-    """Return the path of an optimizer's variable: `optimizer.`, its weight's path, and the kind of slot.
+    """Return an optimizer variable's path: `optimizer.WEIGHT_PATH.KIND`, or without a weight `optimizer.NAME`.
 
     The path is added to `taken_paths`. An empty kind is read from the slot's name.
     """
@@ -176,7 +176,7 @@ def _list_variable_paths(root: object) -> list[tuple[str, object, bool]]:
 
 
 def _list_named_children(owner: object) -> list[tuple[str, object]]:
-    """Return name and value for the values that an object contains, under public names."""
+    """Return pairs of a public name and a value, for the values in an object that are or contain variables."""
     if isinstance(owner, Mapping):
         return [(str(key), value) for key, value in owner.items() if _can_have_variables(value)]
     if isinstance(owner, (list, tuple)):
@@ -203,7 +203,7 @@ def iterate_attributes(owner: object) -> Iterator[tuple[str, object]]:
 
 
 def _find_public_name(owner: object, name: str, values: Mapping[str, object]) -> str:
-    """Return an attribute's name without leading underscores, or unchanged if another attribute has that name."""
+    """Return an attribute's name without leading underscores, or unchanged if that name is already in use."""
     public = name.lstrip("_")
     if public == name or not public or public in values:
         return name
@@ -211,7 +211,7 @@ def _find_public_name(owner: object, name: str, values: Mapping[str, object]) ->
 
 
 def _iterate_aliased_variables(layer: object) -> Iterator[tuple[str, object]]:
-    """Yield name and variable for private attributes of a user's layer, under the name that is not its path.
+    """Yield aliases and variables of a user's layer: the private or public name that is not in the path.
 
     `tf.keras` has the path `d1._weight`, and here it is `d1.weight` if the layer has a property `weight`.
     """
@@ -236,7 +236,7 @@ def _can_have_variables(value: object) -> bool:
 
 
 def _list_unattached_objects(layer: object, children: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Return name and object for layers and variables that a layer tracks without an attribute."""
+    """Return pairs of a name and an object, for layers and variables that a layer tracks but has in no attribute."""
     known_ids: set[int] = set()
     for _, child in children:
         _collect_ids(child, known_ids)

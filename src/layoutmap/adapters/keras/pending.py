@@ -25,7 +25,7 @@ _classes: dict[type, type] = {}
 
 # No device may store a full weight, so a variable gets its value only together with its layout (decisions/0006).
 class _PendingVariable:
-    """Override methods of a variable without a value."""
+    """Override the methods that read or assign the value of a variable, as long as it has no value."""
 
     shape: tuple[int, ...]
     _dtype: Any
@@ -35,12 +35,12 @@ class _PendingVariable:
         if in_stateless_scope():
             return super().value  # type: ignore[misc]
         getattr(self, SESSION).initialize_now(self)
-        if is_pending(self):  # in a plan, which gives it no value
+        if is_pending(self):  # a plan gives it no value, so return zeros
             return self._maybe_autocast(keras.ops.broadcast_to(keras.ops.zeros((), self._dtype), self.shape))
         return self.value  # the property of the original class, which the variable now has again
 
     def _maybe_autocast(self, value: object) -> object:
-        # An initializer may return a Python number, which Keras converts only when it stores it, so convert it.
+        # An initializer may return a Python number, which Keras would convert only when it stores it.
         if not keras.ops.is_tensor(value):
             value = keras.ops.convert_to_tensor(value, dtype=self._dtype)
         return super()._maybe_autocast(value)  # type: ignore[misc]
@@ -49,7 +49,7 @@ class _PendingVariable:
         if in_stateless_scope():
             return super().__array__(dtype)  # type: ignore[misc]
         getattr(self, SESSION).initialize_now(self)
-        if is_pending(self):  # in a plan, which gives it no value
+        if is_pending(self):  # a plan gives it no value, so return zeros
             own = getattr(ml_dtypes, self._dtype, self._dtype)
             return np.broadcast_to(np.zeros((), dtype or own), self.shape)
         return np.asarray(self, dtype=dtype)

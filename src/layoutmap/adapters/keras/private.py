@@ -138,7 +138,7 @@ def check_private_names(more_names: NamesByOwner = ()) -> None:
 
 
 def _list_bases(owner: object) -> list[Any]:
-    """Return a class and its base classes without `object`, or a list of only the module."""
+    """Return a class and its base classes except `object`. For a module, return a list of only the module."""
     return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
 
@@ -167,7 +167,7 @@ def _load_code_objects(module_name: str) -> dict[str, types.CodeType]:
 
 
 def check_keras_support(more_names: NamesByOwner = ()) -> None:
-    """Raise for an unsupported Keras version, or a mode in which layouts cannot be guaranteed."""
+    """Raise if this Keras version is unsupported, or runs in NNX mode, in which variables start unsharded."""
     check_private_names(more_names)
     warn_if_untested("keras")
     if keras.config.is_nnx_enabled():
@@ -175,7 +175,7 @@ def check_keras_support(more_names: NamesByOwner = ()) -> None:
             "Keras runs with KERAS_NNX_ENABLED",
             why="in that mode, each variable is first created in full on one device, which a layout map "
             "avoids",
-            fix="unset KERAS_NNX_ENABLED and start again",
+            fix="unset KERAS_NNX_ENABLED, and restart the program",
         )
 
 
@@ -224,7 +224,7 @@ class defer_values(ClosingContext):
 
 
 class _CallAfterStatelessScope:
-    """Call a function when Keras's stateless scope ends, as an entry in Keras's list of variables to initialize."""
+    """Entry in Keras's list of variables to initialize that calls a function when the stateless scope ends."""
 
     def __init__(self, function: Callable[[], None]):
         self.function = function
@@ -251,13 +251,13 @@ def call_after_stateless_scope(function: Callable[[], None]) -> None:
 
 
 def get_global_seed_variable() -> Any:
-    """Return the state variable of Keras's global seed generator, or None without a generator."""
+    """Return the state variable of Keras's global seed generator, or None if Keras has not created the generator."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state
 
 
 def set_global_seed_state(state: Sequence[int] | None) -> None:
-    """Set the state of Keras's global seed generator, or remove the generator for None."""
+    """Set the state of Keras's global seed generator. If `state` is None, remove the generator."""
     if state is None:
         global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
     else:
@@ -266,7 +266,7 @@ def set_global_seed_state(state: Sequence[int] | None) -> None:
 
 
 def find_h5_dataset(store: Any, key: str, opened_files: dict[str, Any]) -> object:
-    """Return the `h5py.Dataset` that a Keras store would read for a key, or None.
+    """Return the `h5py.Dataset` that a Keras store would read for a key, or None if the store lacks the key.
 
     A store of several files would close one to open another. So this function opens them itself, and adds them to
     `opened_files`.

@@ -37,13 +37,13 @@ class ThreadState(threading.local):
     """Hold the state of a scope's models on one thread."""
 
     opening_depth: int = 0  # frames on the thread when the scope was opened (`count_user_frames`)
-    call_depth: int = 0  # number of open calls of layers or steps
-    is_running_initializers: bool = False  # so that their draws do not trigger earlier draws
+    call_depth: int = 0  # number of running calls of layers or steps
+    is_running_initializers: bool = False  # so that seeds drawn by them trigger no earlier draws
     is_exporting: bool = False  # whether a model is being exported, so that it computes on one device
     # Maps a weight's layout to the one in which the called layer reads it. None: the usual layout.
     to_reading_layout: Callable[[Layout], Layout] | None = None
     gathering_level: int = 0  # level of gathering of the running function, see `GatheringLevel`
-    has_replicated_inputs: bool = False  # of the outermost call, so that gradients are not partial
+    has_replicated_inputs: bool = False  # of the outermost call: its gradients are then not partial
     has_whole_batch: bool = False  # whether each process passes the whole batch to a step, not its own rows
     model_in_step: object = None  # model with a running step
     # Descriptions of shapes that differ, by path, while a file is compared with a model before loading.
@@ -52,7 +52,7 @@ class ThreadState(threading.local):
 
 # This is a protocol, because the module of `Session` imports the modules that take a session.
 class KerasSession(Protocol):
-    """Build the Keras models of one scope, as seen by wrapped methods and backends."""
+    """The part of a scope's `Session` that wrapped methods and backends use."""
 
     context: ScopeContext
     policy: LayoutPolicy
@@ -71,7 +71,7 @@ class KerasSession(Protocol):
         ...
 
     def defer_variables(self) -> AbstractContextManager[None]:
-        """Create variables without values in the block. The end of the outermost block materializes them."""
+        """Create variables without values in the block. After the outermost block, they get layouts and values."""
         ...
 
     def materialize_variables(self) -> None:
@@ -95,7 +95,7 @@ class KerasSession(Protocol):
         ...
 
     def find_path_and_output_layout(self, layer: object) -> tuple[str, Layout | None]:
-        """Return a layer's path, and the layout of its outputs, or None if no activation rule matches."""
+        """Return a layer's path and the layout of its outputs, which is None if no activation rule matches."""
         ...
 
 
@@ -113,9 +113,9 @@ class Backend(ABC):
     # Steps that raise for a model that was created outside the scope of some layers. True: only if both sharded and
     # unsharded layers are trained.
     single_scope_steps: ClassVar[Mapping[str, bool]] = MappingProxyType({})
-    # Value of a variable in its Keras element type.
+    # Returns the value of a variable in its Keras element type.
     read_value: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
-    # Array that a variable stores.
+    # Returns the array that a variable stores.
     read_stored_array: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))
     # Makes an unsharded tensor for Keras's quantizers, if these cannot read sharded weights.
     make_unsharded_tensor: Callable[[Any], object] | None = None
@@ -139,7 +139,7 @@ class Backend(ABC):
 
     @abstractmethod
     def leave_tracing(self) -> AbstractContextManager[object]:
-        """Leave any trace and any default mesh until the block ends."""
+        """Return a context manager that runs its block outside any trace, and without a default mesh."""
 
     @abstractmethod
     def is_tracing(self) -> bool:
@@ -149,14 +149,14 @@ class Backend(ABC):
     def store_value(
         self, variable: object, value: object, assignment: Assignment, session: KerasSession
     ) -> object:
-        """Store a value so that later ones keep its layout. Return the tag that is now the variable's `_layout`."""
+        """Store a value so that later ones get its layout. Return the new `_layout`, which identifies a variable."""
 
     def relayout_output(self, array: object, layout: Layout, session: KerasSession) -> object:
         """Return a layer's output in a layout. Gradients flow through the conversion."""
         return session.engine.relayout(array, layout)
 
     def update_references(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
-        """Update the keys and parameters that optimizers and layers derived from variables' replaced values."""
+        """Update the keys and parameters that optimizers and layers derived from values that have been replaced."""
         return
 
     def make_layer_wrappers(self, layer: object, session: KerasSession) -> WrappedMethods:
@@ -174,7 +174,7 @@ class Backend(ABC):
 
     @staticmethod
     def find_unsupported_ops(layer: object, path: str, weights: list[str]) -> Iterable[UnsupportedFeature]:
-        """Yield the operations of a layer that the backend cannot compute. `path` and `weights` are its paths."""
+        """Yield a layer's operations that the backend cannot compute, by the paths of the layer and its weights."""
         return ()
 
     @abstractmethod
@@ -187,7 +187,7 @@ class Backend(ABC):
         """
 
     def use_same_draws_and_rows(self, model: object) -> AbstractContextManager[object]:
-        """Make compared models use the same random numbers and rows until the block ends.
+        """Make models that are compared use the same random numbers and rows until the block ends.
 
         Draws from the process's own generator, which is no variable of the model, depend here only on how often the
         model was run before. Each process passes the whole batch.
@@ -214,7 +214,7 @@ def get_backend(name: str) -> Backend:
     """Return the backend with this name.
 
     Raises:
-        ScopeError: There is none.
+        ScopeError: No backend has this name.
     """
     if name not in _BACKENDS:
         raise ScopeError(

@@ -34,7 +34,7 @@ def restore_layer_on_plan_error(layer: keras.Layer, session: KerasSession) -> Ge
 
 
 class _LayerState:
-    """Hold the attributes and own variables of one layer."""
+    """Hold the attributes and own variables of one layer, so that later changes can be undone."""
 
     def __init__(self, layer: keras.Layer):
         self._layer = layer
@@ -70,7 +70,7 @@ class _LayerState:
 def unshard_own_weights(layer: keras.Layer, session: KerasSession) -> Generator[None]:
     """Replace a layer's own weights by unsharded arrays until the block ends.
 
-    One layer's weights are gathered on the host then, which is what Keras's quantizers need.
+    Keras's quantizers need whole weights, so those of one layer are gathered on the host.
     """
     make_unsharded = session.backend.make_unsharded_tensor
     if session.context.plan_only or make_unsharded is None:

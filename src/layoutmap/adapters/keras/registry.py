@@ -43,7 +43,7 @@ class Registry:
         self._layers.append(weakref.ref(layer))
 
     def add_optimizer(self, optimizer: object) -> None:
-        """Add an optimizer, once."""
+        """Add an optimizer, unless it was added before."""
         if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
@@ -68,7 +68,7 @@ class Registry:
     # -- variables
 
     def add_variable(self, variable: object, layer: object = None, kind: Kind = Kind.METRIC) -> None:
-        """Add a variable once. `kind` applies if no layer or optimizer owns it."""
+        """Add a variable, unless it was added before. `kind` applies if no layer or optimizer owns it."""
         if id(variable) not in self._records:
             record = self._get_or_create_record(variable)
             record.layer, record.kind = None if layer is None else weakref.ref(layer), kind
@@ -113,12 +113,12 @@ class Registry:
         record.layout = layout  # last, so that the variable gets its layout again after an interrupt
 
     def get_layout(self, variable: object) -> Layout | None:
-        """Return the layout in which a variable has been placed, or `None` if it has not been placed yet."""
+        """Return the layout that was recorded for a variable, or None if it has no layout yet."""
         record = self._records.get(id(variable))
         return record.layout if record is not None else None
 
     def find_variable_by_tag(self, tag: object) -> object:
-        """Return the variable with this `_layout` tag, which Keras copies from a weight to its slots."""
+        """Return the variable with this `_layout` tag, or None. Keras copies a weight's tag to its slots."""
         if isinstance(tag, weakref.ref):
             return tag()
         record = self._tagged.get(id(tag))

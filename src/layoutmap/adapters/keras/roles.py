@@ -22,7 +22,7 @@ from layoutmap.core.variables import Use
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 _HEAD_SIZES = ("head_dim", "key_value_dim")
-"""Names that attention layers with all heads in one axis have for the size of a head."""
+"""Attributes with the size of a head, in attention layers that have all heads in one axis."""
 
 
 def find_weight_uses(layers: Iterable[object]) -> dict[int, Use]:
@@ -33,7 +33,7 @@ def find_weight_uses(layers: Iterable[object]) -> dict[int, Use]:
         for layer in layers
         if (size := _find_head_size(layer))
         for child in iterate_sublayers(layer)
-        if isinstance(child, keras.layers.Dense)  # an EinsumDense has its own axis for heads
+        if isinstance(child, keras.layers.Dense)  # an EinsumDense has an axis for heads instead
     }
     found: dict[int, Use] = {}
     for layer in layers:

@@ -6,7 +6,7 @@
 
 A scope often ends before the weights exist, because Keras creates them in a model's first call, or in `fit`. So each
 layer that was created in a scope keeps the session, and its `build` and similar methods reopen the scope while they
-run. The file is longer than others, because all of Keras's ways to create a weight lead to this class.
+run.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Session(KerasSession):
 
     @contextmanager
     def defer_variables(self) -> Iterator[None]:
-        """Create variables without values in the block. The end of the outermost block materializes them."""
+        """Create variables without values in the block. After the outermost block, they get layouts and values."""
         inside = self._is_scope_open
         if not inside:
             self.thread_state.opening_depth = count_user_frames()
@@ -111,7 +111,7 @@ class Session(KerasSession):
                 self.materialize_variables()
 
     def record_layer(self, layer: object, *, constructor_texts: Iterable[str] | None = None) -> None:
-        """Wrap a layer, and record its constructor's texts, which are None if it existed before the scope."""
+        """Record and wrap a layer. `constructor_texts` is None if the layer existed before the scope."""
         if constructor_texts is not None:
             if has_constructor_texts(layer):  # another library's wrapper has called the hook before
                 return
@@ -123,10 +123,10 @@ class Session(KerasSession):
         """Return whether a model was built in this scope."""
         return get_session(model) is self
 
-    def find_error_of_existing_object(self) -> ScopeError | None:
-        """Return the error for a variable of an object that existed before the scope, or None.
+    def find_preexisting_owner_error(self) -> ScopeError | None:
+        """Return an error if the owner of the variable being created existed before the scope, otherwise None.
 
-        A layer that is built by a layer of this scope is sharded with it, so there is no error. In a plan there is
+        A layer that is built by a layer of this scope is sharded with it, so it is no error. In a plan it is
         one, because a plan must leave existing layers unchanged.
         """
         plan_only, outermost = self.context.plan_only, None
@@ -143,7 +143,7 @@ class Session(KerasSession):
 
     @contextmanager
     def advance_or_restore_seed(self, generator: Any) -> Iterator[None]:
-        """Draw the seeds of earlier variables before the block draws one. In a plan, undo the block's draws."""
+        """Draw earlier variables' seeds before the block draws one. In a plan, undo the block's draw instead."""
         if private.in_stateless_scope():
             yield
         elif self.context.plan_only:
@@ -155,7 +155,7 @@ class Session(KerasSession):
             yield
 
     def draw_earlier_seeds(self, variable: object = None) -> None:
-        """Draw the seeds that unsharded Keras draws before it creates this variable, or until now for None."""
+        """Draw the seeds of variables created before `variable`, or of all for None, as unsharded Keras would."""
         with self.lock, self._leave_tracing():
             self._materializer.draw_earlier_seeds(variable, self.initialize_now)
 
@@ -171,17 +171,17 @@ class Session(KerasSession):
     def construct_variable(
         self, variable: Any, original_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
     ) -> None:
-        """Construct a variable and record it. It gets a value only if the initializer is an array or a number."""
+        """Construct and record a variable. It is pending, unless its initializer is an array or a number."""
         reference = kwargs.get("layout")
         if self.context.plan_only and isinstance(initializer, (int, float)) and kwargs.get("dtype"):
-            # Keras would create an array from a number and start the backend, so wrap it.
+            # Keras would create an array from a number and start the backend, so pass an initializer instead.
             initializer, kwargs = keras.initializers.Constant(initializer), {**kwargs, "shape": ()}
         if callable(initializer) or isinstance(initializer, str):
             with private.defer_values():
                 original_init(variable, initializer, *args, **kwargs)
             make_variable_pending(variable, self)
             self._materializer.record_pending_variable(variable)
-            # A variable without a layout has no tag yet, so it is its own (`Registry.find_variable_by_tag`).
+            # A variable without a layout has no tag yet, so it is its own tag (`Registry.find_variable_by_tag`).
             variable._layout = weakref.ref(variable)
         else:
             original_init(variable, initializer, *args, **kwargs)
@@ -199,7 +199,7 @@ class Session(KerasSession):
     # -- describing
 
     def list_unbuilt_layers(self) -> list[str]:
-        """Return the names of layers that create weights in their first call."""
+        """Return the names of layers that have no weights yet, because they create them in their first call."""
         return [
             layer.name
             for layer in self.registry.list_layers()
@@ -209,7 +209,7 @@ class Session(KerasSession):
     # -- materializing
 
     def _leave_tracing(self) -> AbstractContextManager[object]:
-        """Leave any tracing. A plan stays in it, because it must not start a backend."""
+        """Leave any trace until the block ends. In a plan, stay in it, because leaving might start a backend."""
         return nullcontext() if self.context.plan_only else self.backend.leave_tracing()
 
     def materialize_variables(self) -> None:
@@ -269,7 +269,7 @@ class Session(KerasSession):
         self.backend.update_references(self.registry.list_optimizers(), self.registry.list_layers())
 
     def _adopt_layer(self, layer: object) -> None:
-        """Wrap an existing layer, and drop a model's compiled steps, which were made for unsharded weights."""
+        """Wrap an existing layer. Drop a model's compiled steps, because they were made for unsharded weights."""
         self.record_layer(layer)
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
@@ -299,7 +299,7 @@ class Session(KerasSession):
     # -- activations
 
     def find_path_and_output_layout(self, layer: object) -> tuple[str, Layout | None]:
-        """Return a layer's path, and the layout of its outputs, or None if no activation rule matches."""
+        """Return a layer's path and the layout of its outputs, which is None if no activation rule matches."""
         if not self._outputs.is_current():
             found: dict[int, tuple[str, Layout | None]] = {}
             for path, each in list_layer_paths(self.registry.list_layers()):
@@ -310,13 +310,13 @@ class Session(KerasSession):
         return self._outputs.get_entry(layer) or ("", None)
 
     def _explain_global_init(self, entry: DescribedVariable) -> str:
-        """Return why a pending variable's value must be computed on one device, or an empty text."""
+        """Return why a pending variable's value must be computed on one device, or an empty text if it need not."""
         if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
             return ""
         return explain_global_init(entry.variable._initializer, self.backend.global_init_reasons)
 
     def _materialize_unless_open(self) -> None:
-        """Materialize the variables, unless the open scope will do so at its end.
+        """Materialize the variables, unless the scope is open, which will do so at its end.
 
         Keras calls this when it leaves its symbolic code, often where it catches every exception. So the errors of a
         plan would be lost there.
@@ -332,7 +332,7 @@ class Session(KerasSession):
         """Compute the value of a pending variable that is being read.
 
         Inside the scope, only this variable is initialized, and in a plan it stays pending. After the scope, variables
-        are pending only if an error stopped `materialize_variables`, so that runs again.
+        are pending only if an error stopped `materialize_variables`, so call it again.
         """
         with self.lock, self._leave_tracing():
             if is_pending(variable) and private.is_global_seed_variable(variable):
@@ -349,7 +349,7 @@ class Session(KerasSession):
             self._materializer.initialize_variables([(entry, self._find_early_assignment(entry))])
 
     def assign_to_pending(self, variable: keras.Variable, value: Any) -> None:
-        """Store an assigned value in a pending variable without running its initializer."""
+        """Store a value in a pending variable without running its initializer. In a plan, only check its shape."""
         with self.lock, self._leave_tracing():
             if self._failed and not self._is_scope_open and not self._is_materializing:
                 self.materialize_variables()
@@ -405,11 +405,11 @@ class Session(KerasSession):
                 "large to be replaced by zeros",
                 facts={"shape": tuple(variable.shape), "read by": describe_running_layer()},
                 why=f"plan() returns zeros for such a read, but at most {_MOST_ZEROS:,} elements",
-                fix="compute from the weight after the model is made, or plan the model with a smaller weight there",
+                fix="read the weight after the model is made, or plan the model with a smaller weight",
             )
 
     def _describe_variable(self, variable: object) -> DescribedVariable:
-        """Return a variable and its description for the plan, from its layer alone if that is known."""
+        """Describe a variable for the plan. If its layer is known, search only this layer."""
         layer = self.registry.find_creating_layer(variable)
         found = self._path_lookup.describe_variable(variable, layer) if layer is not None else None
         if found is not None:
@@ -425,12 +425,12 @@ class Session(KerasSession):
     # -- entry points
 
     def build_model(self, make_model: Callable[[], object]) -> Any:
-        """Return the model that a function makes, materialized."""
+        """Call `make_model` in the scope, and return its model after all its variables got their layouts."""
         with self.defer_variables():
             return make_model()
 
     def shard_model(self, model: keras.Model) -> object:
-        """Shard an existing model as if it had been built here, and return it."""
+        """Shard an existing model as if it had been built in this scope, and return it."""
         for layer in model._flatten_layers():
             self._adopt_layer(layer)
         for found in find_variables(model):
@@ -443,5 +443,5 @@ class Session(KerasSession):
         return model
 
     def create_lazy_variables(self, model: object, inputs: object) -> None:
-        """Create, without computing, the variables that a first call and training step would create."""
+        """Create the variables that a first call and a training step would create, without running either."""
         create_missing_variables(model, inputs)

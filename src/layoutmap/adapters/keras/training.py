@@ -24,7 +24,7 @@ from layoutmap.engines.patches import set_temporarily, wrap_in_context
 
 
 def create_missing_variables(model: Any, inputs: object) -> None:
-    """Create a model's weights by a call with symbols, and its optimizer's slots, without computing.
+    """Create a model's weights by a call with symbolic inputs, and its optimizer's slots, without computing.
 
     Without inputs, the model is not called, and may stay without weights.
     """
@@ -42,7 +42,7 @@ def create_missing_variables(model: Any, inputs: object) -> None:
 
 
 def _call_with_symbolic_inputs(model: keras.Model, symbolic_inputs: object) -> None:
-    """Call a model with symbols of its inputs."""
+    """Call a model with symbolic inputs, so that it creates its weights. Raise a `ScopeError` if the call fails."""
     try:
         model(symbolic_inputs)
     except LayoutMapError:
@@ -53,9 +53,9 @@ def _call_with_symbolic_inputs(model: keras.Model, symbolic_inputs: object) -> N
             line for line in str(error).splitlines() if line.strip() and not line.startswith("Exception enc")
         )
         raise ScopeError(
-            f"{model.name}: it cannot be called with inputs of these shapes",
+            f"{model.name}: the model cannot be called with inputs of these shapes",
             facts={"inputs": given, type(error).__name__: next(said, "")},
-            why="the model is called with symbols, which have shapes and no values, to create its weights",
+            why="to create its weights, the model is called with symbolic inputs, which have shapes but no values",
             fix="pass inputs= of the shapes, types and nesting with which the model is called",
         ) from error
 
@@ -67,7 +67,7 @@ def _make_symbolic_input(inputs: Any, input_leaf: Any) -> object:
         shape = tuple(inputs) if sizes else (8, 16)
         raise ScopeError(
             f"inputs={shorten_repr(inputs)}: {shorten_repr(input_leaf)} is not an array",
-            why=f"it is {describe_type(input_leaf)}, and has neither a shape nor an element type",
+            why=f"it is {describe_type(input_leaf)}, without a shape or without an element type",
             fix="pass an example batch, or its shape and type: "
             f'inputs=keras.Input(batch_shape={shape}, dtype="float32")',
         )
@@ -91,7 +91,7 @@ def register_training_variables(model: keras.Model, session: KerasSession) -> No
 def create_training_variables(model: keras.Model, session: KerasSession | None, batch: object) -> None:
     """Create the weights, slots, metrics, and loss trackers that a traced training step would create.
 
-    A session gives them their layouts. A model that is not compiled gets only weights.
+    A session gives them their layouts. A model that is not compiled gets no new variables.
     """
     if model.compiled:
         with nullcontext() if session is None else session.defer_variables():
@@ -114,7 +114,7 @@ def make_step_wrappers(
     make_step: Callable[[str, Callable[[], Any]], Any],
     wrappers: Mapping[str, Callable[..., object]] = MappingProxyType({}),
 ) -> dict[str, Callable[..., object]]:
-    """Return wrappers of the methods with which a model makes its steps, and of `wraps`.
+    """Return wrappers of the methods with which a model makes its steps, together with `wrappers`.
 
     `make_step` takes `"train"`, `"test"`, or `"predict"`, and a function that returns Keras's own step, and returns
     the step to run. With several processes, the wrappers also tell the schedule which step begins an epoch.
@@ -199,7 +199,7 @@ def _make_epoch_wrappers(
 
 
 def build_model_for_batch(model: keras.Model, session: KerasSession, batch: object) -> bool:
-    """Build an uncalled model for inputs of a batch's shapes, and return whether that was needed."""
+    """Build a model that was not called yet for inputs of a batch's shapes. Return whether that was needed."""
     if all(layer.built for layer in model._flatten_layers()):
         return False
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -213,12 +213,12 @@ def build_model_for_batch(model: keras.Model, session: KerasSession, batch: obje
 
 
 def has_shape(value: object) -> bool:
-    """Return whether a part of a batch is an array."""
+    """Return whether a value in a batch has a shape, as arrays have."""
     return value is not None and hasattr(value, "shape")
 
 
 def place_batch(batch: object, session: KerasSession, can_place: Callable[[object], bool] = has_shape) -> Any:
-    """Place a batch on the mesh: shard each array along its first axis, or replicate it if uneven."""
+    """Return a batch with arrays that `can_place` accepts sharded along the first axis, or replicated if uneven."""
 
     def place_array(array: Any) -> object:
         if not can_place(array):
@@ -229,7 +229,7 @@ def place_batch(batch: object, session: KerasSession, can_place: Callable[[objec
 
 
 def compare_batches(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> bool:
-    """Raise if processes that must pass the same whole batch differ. Return whether they were compared.
+    """Raise if processes that must pass the same batch do not. Return whether the batches were compared.
 
     Without a schedule, every call is compared.
     """
@@ -275,7 +275,7 @@ def call_custom_train_step(model: keras.Model, batch: object) -> tuple[Any, list
 
 @contextmanager
 def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
-    """Make a model's optimizers record gradients by variable id instead of updating, until the block ends."""
+    """Make a model's optimizers only record gradients until the block ends. Yield these by variable id."""
     found: dict[int, object] = {}
     held = [model.optimizer, *vars(model).values()]
     optimizers = {id(each): each for each in held if isinstance(each, keras.optimizers.Optimizer)}.values()
@@ -302,7 +302,7 @@ def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
 
 
 def find_slot_weights(slots: Iterable[keras.Variable], weights: Iterable[keras.Variable]) -> list[Any]:
-    """Return the weight of each slot, or None if no weight's name is the beginning of the slot's.
+    """Return the weight of each slot, found by name and shape, or None for a slot without a matching weight.
 
     Weights may share a name. Optimizers make the slots of one kind in the order of the weights, so the second slot of
     a name is that of the second weight of its name.

@@ -38,9 +38,9 @@ _NOT_SEARCHED = (
 )
 
 
-# Python may free cycles at any time, so the session collects garbage if such objects exist (decisions/0005).
+# Python may free cycles at any time, so the session frees them first if this finds any (decisions/0005).
 def find_ids_outside_models(registry: Registry) -> set[int]:
-    """Return the ids of variables and optimizers outside models, and of several root layers, which may be garbage."""
+    """Return ids of possible garbage: variables and optimizers outside models, and root layers if several exist."""
     layers = registry.list_layers()
     tops = find_root_layers(layers)
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
@@ -59,7 +59,7 @@ def find_ids_outside_models(registry: Registry) -> set[int]:
 def find_untracked_variables(
     root: object, wanted_ids: Collection[int] | None = None
 ) -> list[VariableWithPaths]:
-    """Return variables in objects below a layer or model that are no layers, only those in `wanted_ids` if given."""
+    """Return variables in attributes of objects that are not layers, but only those in `wanted_ids` if given."""
     found: dict[int, VariableWithPaths] = {}
     seen: set[int] = set()
     for path, layer in [("", root), *find_layers(root)]:

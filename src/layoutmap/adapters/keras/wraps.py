@@ -1,7 +1,7 @@
 """Wrap methods of each layer and optimizer created in a scope.
 
-Keras itself wraps `build` and `quantize` on each layer in this way. Nothing stays on a class, except for a hook of
-`copies`, which stays while a model exists that was saved to a file.
+Keras itself wraps `build` and `quantize` on each layer in this way. Only a hook of `copies` stays on
+a class, while a model exists that was saved to a file.
 
     build, _maybe_build, quantize, enable_lora, compile     open the scope again while they run
     __deepcopy__, __reduce_ex__, get_config                 copies: see `copies`
@@ -46,7 +46,7 @@ _ABSENT = object()
 
 
 def wrap_layer(layer: Any, session: KerasSession) -> None:
-    """Wrap a layer's methods to reopen its scope when they create weights. Unwrap any other scope."""
+    """Wrap a layer's methods so that they open this scope. First remove the wrappers of an earlier scope."""
     if not _claim_for_scope(layer, session):
         return
     undo = functools.partial(restore_layer_on_plan_error, layer, session)
@@ -80,7 +80,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
 
 
 def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
-    """Wrap an optimizer's methods to reopen its scope when they create slots. Unwrap any other scope.
+    """Wrap an optimizer's methods so that they open this scope. First remove the wrappers of an earlier scope.
 
     Raises:
         ScopeError: The scope is that of a plan, and the optimizer existed before it.
@@ -118,7 +118,7 @@ def unwrap_optimizer(optimizer: object) -> None:
 
 
 def get_session(wrapped_object: object) -> KerasSession | None:
-    """Return the session that wraps a layer, model, or optimizer, or None."""
+    """Return the session of the scope that wrapped a layer, model, or optimizer, or None if no scope did."""
     return wrapped_object.__dict__.get(SESSION)
 
 
@@ -139,7 +139,7 @@ def get_call_method(layer: keras.Layer, method_name: str) -> Callable[..., objec
 
 
 def _claim_for_scope(wrapped_object: object, session: KerasSession) -> bool:
-    """Unwrap an object of another scope, and return whether this scope has yet to wrap the object."""
+    """Make this scope an object's owner, removing wrappers of an earlier one. Return False if it already was."""
     if wrapped_object.__dict__.get(SESSION) is session:
         return False
     _restore_methods(wrapped_object)
@@ -173,7 +173,7 @@ def _replace_methods(wrapped_object: object, wrappers: dict[str, Callable[..., o
 def _wrap_maybe_build(
     layer: keras.Layer, session: KerasSession, method: Callable[..., object]
 ) -> Callable[..., object]:
-    """Wrap `_maybe_build` so that one thread builds the layer while others wait."""
+    """Wrap `_maybe_build` to check models from outside the scope first, and to build on one thread at a time."""
 
     @functools.wraps(method)
     def build_once(call_spec: Any) -> object:
@@ -189,7 +189,7 @@ def _wrap_maybe_build(
 
 
 def _check_outer_model(outer_model: Any, session: KerasSession) -> None:
-    """Warn once of unsharded layers next to sharded ones, or raise for a step that the backend cannot run."""
+    """Raise if an outside model cannot run its step with layers of this scope. Warn once of its unsharded layers."""
     refused = session.backend.single_scope_steps
     step = find_running_step(outer_model, refused) if refused else ""
     trained = [

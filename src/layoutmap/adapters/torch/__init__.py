@@ -70,8 +70,8 @@ class TorchAdapter(Adapter):
         if fake or torch.compiler.is_compiling():
             raise ScopeError(
                 "a scope was opened " + ("under a FakeTensorMode" if fake else "inside a compiled function"),
-                why="variables are real tensors on real devices, which do not exist here",
-                fix="build the model outside, and call it inside",
+                why="a scope creates tensors with values on devices, and here tensors have no values",
+                fix="build the model outside, and only call it here",
             )
 
     def owns_model(self, model: object) -> bool:
@@ -79,13 +79,13 @@ class TorchAdapter(Adapter):
         return isinstance(model, torch.nn.Module) and not is_keras_module(model)
 
     def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
-        """Raise for torch modules that are built until the block ends, because the scope is for `scope_library`."""
+        """Return a context in which building a torch module raises. The scope is for `scope_library` models."""
         return module_hooks.install_creation_hooks()
 
     def read_library_options(
         self, values: Mapping[str, Any], options: ScopeOptions, *, spans_processes: bool
     ) -> TorchOptions:
-        """Return the scope options that only torch models have."""
+        """Return the options that only torch models have, after checking their values."""
         return TorchOptions.from_values(values, options, spans_processes=spans_processes)
 
     def make_session(self, context: ScopeContext) -> TorchSession:
@@ -129,7 +129,7 @@ class TorchAdapter(Adapter):
         return model
 
     def variables(self, model: torch.nn.Module) -> dict[str, Variable]:
-        """Return parameters, buffers, and slots of the `train_with` optimizer by path."""
+        """Return a model's parameters, its buffers, and the slots of its `train_with` optimizer, by path."""
         has_value = not is_valueless(model)
         found = list_model_tensors(model)
         named = {each.path: Variable(each.path, each.tensor, has_value) for each in found}
@@ -149,7 +149,7 @@ class TorchAdapter(Adapter):
         return found + list_optimizer_slots(found, optimizer or get_training(model).optimizer)
 
     def make_on_one_device(self, make_model: Callable[[], torch.nn.Module], mesh: Mesh) -> object:
-        """Return an unsharded model on one device of a bound mesh's type. Torch makes it on the CPU."""
+        """Build a model unsharded on the CPU, and move it to one device of the mesh's device type."""
         return make_model().to(convert_device_type(str(mesh.device_type)))
 
     def find_context(self, model: torch.nn.Module) -> ScopeContext | None:
@@ -262,7 +262,7 @@ class TorchAdapter(Adapter):
 
     @contextmanager
     def _seed_next_pass(self, model: torch.nn.Module) -> Generator[None]:
-        """Seed random numbers by the count of passes until the block ends, so that compared models draw the same."""
+        """Seed random numbers in the block by the number of passes so far, so that compared models draw alike."""
         training = get_training(model)
         training.num_draws += 1
         with self.preserve_random_states():

@@ -1,6 +1,6 @@
 """Convert unsharded inputs of a sharded model to DTensors, and its DTensor outputs to unsharded tensors.
 
-Gradients pass both ways, so any loss that is computed with what comes out, plainly, is right.
+Gradients pass through both conversions, so a loss that is computed from the unsharded outputs is correct.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def map_tensors(function: Callable[[Any], object], values: object, kind: type = 
 
 
 def shard_inputs(values: object, context: ScopeContext) -> Any:
-    """Convert unsharded tensors to DTensors, sharded over the batch dim if their first axis divides by it."""
+    """Convert unsharded tensors to DTensors. Shard their first axis over the batch dim if it splits evenly."""
 
     def shard_tensor(tensor: torch.Tensor) -> object:
         if isinstance(tensor, DTensor):
@@ -70,7 +70,7 @@ def shard_inputs(values: object, context: ScopeContext) -> Any:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
         mesh, placements = context.engine.make_native_layout(layout, tensor.ndim)
-        # engine.relayout does not support double backward, so inputs that require gradients take another way.
+        # engine.relayout does not support double backward, so convert inputs that require gradients differently.
         replicated = skip_function_modes(replicate_tensor)(tensor, mesh)
         return skip_function_modes(redistribute_if_needed)(replicated, placements)
 
@@ -83,12 +83,15 @@ def unshard_tensors(values: object) -> Any:
 
 
 def reduce_partial_sums(values: object) -> object:
-    """Return nested values with each partial sum of a DTensor reduced, so that programs read complete values."""
+    """Return nested values in which no DTensor is a partial sum, so that programs read complete values."""
     return map_tensors(lambda tensor: _apply_on_mesh(reduce_partial, tensor), values)
 
 
 def _apply_on_mesh(function: Function, tensor: torch.Tensor) -> torch.Tensor:
-    """Apply a function to a DTensor on its mesh. Return any other tensor unchanged, or raise if it is a shard."""
+    """Apply a function to a DTensor while its mesh is simulated. Any other tensor is returned without a call.
+
+    Of a simulated local tensor, return the first rank's tensor. Raise for a shard.
+    """
     if not isinstance(tensor, DTensor):
         refuse_shard("an output", tensor)
         return extract_first_rank(tensor)
@@ -101,7 +104,7 @@ def _is_dataclass_instance(value: object) -> bool:
 
 
 def gather_to_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with DTensors unsharded on the CPU. Names that share a tensor still share one.
+    """Return tensors by name, with each DTensor unsharded on the CPU. Names that shared a tensor share its copy.
 
     All processes must call it.
     """

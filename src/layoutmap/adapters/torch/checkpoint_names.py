@@ -32,7 +32,7 @@ TESTED = "5.24"
 def list_checkpoint_names(
     model: Any, stored: Sequence[StoredVariable]
 ) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return each variable's names in the checkpoint, and how the axes of each name correspond to its own.
+    """Return, for each variable, the names and axes of the saved tensors that contain parts of it.
 
     Args:
         model: A model of transformers or peft.
@@ -61,10 +61,10 @@ def list_checkpoint_names(
         axes = _find_axes(tensor, variable_tensor) if path else None
         if axes is None:
             raise CheckpointError(
-                f"{name}: it cannot be assigned to one variable of the model",
+                f"{name}: this tensor of the checkpoint is no part of one variable",
                 facts={"shape": (*tensor.shape,), "model": type(model).__name__},
                 why="transformers joins it from several variables, or computes it",
-                fix="call save_pretrained, or pass names= with your own table",
+                fix="export with model.save_pretrained, or pass names= with your own table",
             )
         names[path].append((name, axes))
     num_elements = dict.fromkeys(names, 0)
@@ -73,10 +73,10 @@ def list_checkpoint_names(
     for path, tensor in paths.values():
         if num_elements[path] not in (0, tensor.numel()):
             raise CheckpointError(
-                f"{path}: its checkpoint contains only a part of it",
+                f"{path}: transformers saves only a part of this variable",
                 facts={"shape": (*tensor.shape,), "names": ", ".join(name for name, _ in names[path][:3])},
-                why="transformers pads or repeats it after a load",
-                fix="call save_pretrained, or pass names= with your own table",
+                why="it computes the rest after a load, by padding or repeating",
+                fix="export with model.save_pretrained, or pass names= with your own table",
             )
     return [*names.items()]
 
@@ -116,7 +116,7 @@ class _ContiguousAsView(TorchDispatchMode):
 # Views only move values, so their strides give a name table that is exact in both directions and
 # by blocks (decisions/0245).
 def _find_axes(part: torch.Tensor, whole: torch.Tensor) -> str | None:
-    """Return how the axes of a view correspond to those of a contiguous tensor, or `None` if they do not.
+    """Return how the axes of a view relate to those of a contiguous tensor, or `None` if they do not.
 
     Example:
         >>> whole = torch.empty(8, 6, 4, device="meta")

@@ -39,14 +39,14 @@ check_names_exist("torch", (torch.nn.Module, "_non_persistent_buffers_set"))
 _LOCAL_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Entries of a parameter group that a load does not change: its tensors and how to compute with them."""
 _REQUIRED_SLOTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-"""The slot that an optimizer with a setting creates in its first step, without which later steps fail."""
+"""By optimizer setting, the slot that the first step then creates, and without which later steps fail."""
 
 
 # torch creates slots in the first step, so list saved slots before they exist (decisions/0082).
 def list_stored_variables(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: SavedOptimizer | None = None
 ) -> list[StoredVariable]:
-    """Return a model's tensors and its optimizer's slots, also saved slots that the optimizer does not have yet."""
+    """Return a model's tensors and its optimizer's slots, and saved slots that a load has to create."""
     model_tensors = list(_iterate_saved_tensors(model))
     for each in model_tensors:
         _check_dense(each.path, each.tensor)
@@ -77,7 +77,7 @@ def list_stored_variables(
 def list_optimizer_slots(
     stored: Sequence[StoredVariable], optimizer: torch.optim.Optimizer | None
 ) -> list[StoredVariable]:
-    """Return the slots that an optimizer has for these tensors of a model."""
+    """Return the slots that an optimizer has for the tensors of a model, or an empty list without an optimizer."""
     if optimizer is None:
         return []
     models = {each.variable.path: each.variable.model for each in stored}
@@ -121,7 +121,7 @@ def restore_tensors(
             parameter, name = parameters[slot_key[0]], slot_key[1]
             if name in optimizer.state[parameter]:
                 optimizer.state[parameter][name].copy_(value)
-            else:  # some optimizers store `step` on the CPU
+            else:  # some optimizers store `step` on the CPU, so do not move it
                 is_on_cpu = name == "step" and not _has_step_on_device(optimizer, parameter)
                 is_unchanged = is_on_cpu or isinstance(value, DTensor)
                 optimizer.state[parameter][name] = value if is_unchanged else value.to(parameter.device)
@@ -130,7 +130,7 @@ def restore_tensors(
 def read_optimizer_settings(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, object] | None:
-    """Return an optimizer's groups and state except the tensors of its parameters, or None without an optimizer."""
+    """Return an optimizer's groups and state except parameters and tensor slots, or None without an optimizer."""
     if optimizer is None:
         return None
     parameters = _find_optimizer_parameters(_list_named_tensors(_iterate_saved_tensors(model)), optimizer)
@@ -146,7 +146,7 @@ def read_optimizer_settings(
         if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             other[key] = _convert_to_numpy(values)
         else:
-            state[paths[id(key)]] = {  # use paths, because ids and order differ in the loading program
+            state[paths[id(key)]] = {  # use paths, because ids and order differ when it is loaded
                 name: _convert_to_numpy(value)
                 for name, value in values.items()
                 if not isinstance(value, torch.Tensor)
@@ -160,7 +160,7 @@ def restore_optimizer_settings(
     settings: Mapping[str, Any],
     override: Mapping[str, object],
 ) -> None:
-    """Restore the result of `read_optimizer_settings`. A setting in `override` gets the value given there instead."""
+    """Restore the result of `read_optimizer_settings`. Values in `override` replace saved settings."""
     parameters = _find_optimizer_parameters(_list_named_tensors(_iterate_saved_tensors(model)), optimizer)
     for group, group_index in zip(
         optimizer.param_groups, _match_saved_groups(optimizer, parameters, settings), strict=True
@@ -188,7 +188,7 @@ def _warn_of_replaced_settings(
     settings: Mapping[str, Any],
     override: Mapping[str, object],
 ) -> None:
-    """Warn about settings with which the optimizer was created and which the load replaces by saved ones."""
+    """Warn if the load replaces settings that the optimizer was created with by different saved settings."""
     replaced: dict[str, object] = {}
     for group, group_index in zip(
         optimizer.param_groups, _match_saved_groups(optimizer, parameters, settings), strict=True
@@ -246,12 +246,12 @@ def _check_settings_form(settings: Any, saved: SavedOptimizer) -> None:
         raise CheckpointError(
             "the checkpoint has no settings of an optimizer",
             why="its optimizer metadata is missing or has an unknown form",
-            fix="load another step, or leave optimizer out",
+            fix="load a different step, or leave optimizer out",
         )
 
 
 def _check_required_slots(settings: Mapping[str, Any], saved: SavedOptimizer) -> None:
-    """Raise if a setting needs a slot in each step and no saved slot has its name."""
+    """Raise if a setting, such as `momentum`, needs a slot that the checkpoint does not contain."""
     names = {each.path.rpartition(".")[2] for each in saved.slots}
     override = saved.settings.get("override", {})
     needs = {
@@ -262,9 +262,9 @@ def _check_required_slots(settings: Mapping[str, Any], saved: SavedOptimizer) ->
     for name, slot in needs.items() if names else ():
         if slot not in names and any({**group, **override}.get(name) for group in settings["groups"]):
             raise CheckpointError(
-                f"{name}: the checkpoint has no {slot} for it",
+                f"the checkpoint has no slots {slot}, which {name} needs",
                 facts={"slots": join_names(sorted(names))},
-                why=f"{settings['kind']} needs this slot in each step with {name}, and it was not saved",
+                why=f"with {name}, {settings['kind']} reads this slot in each step, and it was not saved",
                 fix=f"leave {name} out of override; or leave optimizer out, and begin with new slots",
             )
 
@@ -293,7 +293,7 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(
             f"{path}: a tensor that is {kind} can be neither saved nor loaded",
             why="a checkpoint stores dense blocks of numbers",
-            fix="keep a dense tensor with values, and convert it in the forward pass; or keep this one out of state "
+            fix="keep a dense tensor with values, and convert it in the forward pass; or keep this tensor out of state "
             "dicts: register_buffer(..., persistent=False)",
         )
 
@@ -318,7 +318,7 @@ def _find_optimizer_parameters(
 def _check_same_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, object]
 ) -> None:
-    """Raise if the saved settings belong to another class of optimizer, or group the parameters differently."""
+    """Raise if the saved settings belong to a different class of optimizer, or group the parameters differently."""
     kind = type(optimizer).__name__
     if settings["kind"] != kind:
         raise CheckpointError(
@@ -333,7 +333,7 @@ def _check_same_optimizer(
 def _match_saved_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
 ) -> list[int | None]:
-    """Return for each parameter group of an optimizer the index of its saved group, or None for new parameters."""
+    """Return the index of each parameter group's saved group, or None for a group with only new parameters."""
     saved = {path: number for number, group in enumerate(settings["groups"]) for path in group["params"]}
     paths = {id(parameter): path for path, parameter in parameters.items()}
     matches: list[int | None] = []
@@ -344,7 +344,7 @@ def _match_saved_groups(
             raise CheckpointError(
                 f"group {number} of the optimizer has parameters of several saved groups",
                 facts={f"saved in group {of}": name for of, name in numbers.items()},
-                why="each group has its own learning rate and settings",
+                why="each saved group has its own learning rate and settings, of which only one can be restored",
                 fix="create the optimizer with the saved groups, or leave optimizer out",
             )
         matches.append(next(iter(numbers), None))
@@ -390,9 +390,9 @@ def _convert_leaf_to_numpy(value: object) -> object:
         if layout is not None and layout.is_fully_replicated():
             return next(get_engine("torch").iterate_shards(value))[1]
         raise CheckpointError(
-            "optimizer: a list in its state contains a sharded tensor",
+            "optimizer: a setting contains a sharded tensor",
             facts={"shape": tuple(value.shape)},
-            why="sharded slots are saved shard by shard, each under its name in the state of its parameter",
+            why="sharded tensors are saved only if they are slots in the state of a parameter",
             fix="let the optimizer store it as optimizer.state[parameter][name], as AdamW does",
         )
     return to_numpy(value) if isinstance(value, torch.Tensor) else value

@@ -1,9 +1,9 @@
 """Compile a sharded module into one graph of local operators and collectives, without DTensors.
 
 `module.compile(...)` and `torch.compile(module)` compile what the module computes, below its hooks, so weights that are
-sharded over the batch's dim are gathered outside of the graph. AOTAutograd records the very Python that runs otherwise,
-with all that makes DTensors compute right. The graph is a function of tensors; `structure` has the key of all else.
-What cannot be a function of both is computed as it is, with a warning.
+sharded over the batch's dim are gathered outside of the graph. AOTAutograd records the Python code that would run
+uncompiled, so corrections of DTensors are in the graph. The graph is a function of tensors; `structure` has the key of
+all else. A module whose result depends on anything else runs uncompiled, with a warning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from layoutmap.engines.torch.trees import tree_leaves
 
 
 def require_compilable(subject: str = "a model", *, is_dynamic: bool) -> None:
-    """Raise if devices are simulated, because they have no graph per device, or if shapes would be dynamic.
+    """Raise if devices are simulated, because a compiled graph is for one device, or if shapes would be dynamic.
 
     Args:
         subject: The name in the message of the thing that would be compiled.
@@ -95,12 +95,12 @@ def make_compiler_from_options(options: Mapping[str, Any]) -> Compiler:
     """
     require_compilable(is_dynamic=bool(options.get("dynamic")))
     key = tuple((name, id(value)) for name, value in options.items())
-    used = {**options, "dynamic": False}  # DTensor hashes shapes, but symbolic sizes have no hash
+    used = {**options, "dynamic": False}  # symbolic sizes have no hash, which DTensor needs
     return Compiler(key, partial(torch.compile, **used), bool(options.get("fullgraph")), used)  # pyright: ignore[reportUnknownMemberType]
 
 
 def wrap_dynamo_compiler(dynamo_compiler: Any) -> Compiler:
-    """Return a `Compiler` that uses the compiler with which Dynamo compiles the caller of a module.
+    """Wrap the compiler with which Dynamo compiles the function that calls a module.
 
     Args:
         dynamo_compiler: The result of `stop_compiling`.
@@ -121,7 +121,7 @@ class CompiledModule:
         forward: The module's `Forward`.
         compiler: The compiler.
         graphs: Graphs of all modules of the scope, by key.
-        weight_group: Weights to gather during a compiled call; `None`: those that the module gathers itself.
+        group: Weights to gather during a compiled call; `None`: those that the module gathers itself.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class CompiledModule:
         """Return the module's result for these arguments."""
         if self._runs_uncompiled:
             return self._forward.run_python_forward(args, kwargs)
-        # The key contains all properties that Dynamo does not guard.
+        # Dynamo does not guard all properties that a graph depends on, so the key contains the rest.
         call = _ModuleCall(self._forward, module, args, kwargs)
         key = (call.key, self._compiler.key)
         graph = self._graphs.get(key)
@@ -167,7 +167,7 @@ class _CompiledGraphs:
         return call.compute_uncompiled()
 
     def _run_graph(self, call: _ModuleCall) -> list[torch.Tensor]:
-        """Run the compiled function and return its tensors, or set `call.why_not` if it cannot be compiled."""
+        """Run the compiled function, and return its tensors. If that fails, set `call.why_not`."""
         try:
             if not call.why_not:
                 with set_temporarily(thread_state, "call", call), leave_function_modes():
@@ -183,7 +183,7 @@ class _CompiledGraphs:
     def _report_uncompilable(self, call: _ModuleCall) -> None:
         """Warn that a call cannot be compiled, or raise if the compiler is strict."""
         self._why_not = call.why_not
-        subject, advice = f"{call.name} cannot be compiled", "call compile() of modules inside of it"
+        subject, advice = f"{call.name} cannot be compiled", "compile modules inside of it"
         if self._is_strict:
             self._why_not = ""  # so that each later call raises, too
             raise ScopeError(subject, why=call.why_not, fix=f"{advice}, or leave fullgraph=True out")
@@ -195,7 +195,7 @@ class _CompiledGraphs:
 
 @skip_function_modes
 def _attach_zero_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a graph's outputs so that, in backward, each DTensor output that the loss does not use gets zeros."""
+    """Return a graph's outputs, such that each DTensor that the loss does not use gets a gradient of zeros."""
     positions = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
     if len(positions) < 2 or not torch.is_grad_enabled():
         return tensors
@@ -265,7 +265,7 @@ class _ModuleCall:
         self.inputs = (torch.is_grad_enabled(), *((each.shape, each.requires_grad) for each in arguments))
 
     def _describe_argument(self, value: Any) -> object:
-        """Return a hashable description of an argument, in which a tensor is its index in `tensors`."""
+        """Return a hashable description of an argument, with the index in `tensors` in place of each tensor."""
         value_type = type(value)  # pyright: ignore[reportUnknownVariableType]
         if isinstance(value, torch.Tensor):
             return self._structure.get_tensor_index(value)
@@ -275,7 +275,7 @@ class _ModuleCall:
             return (value_type, *((name, self._describe_argument(each)) for name, each in value.items()))
         if is_graph_constant(value):
             return value_type, str(value)  # pyright: ignore[reportUnknownVariableType]
-        self.why_not = f"an argument is a {value_type.__name__}, which is no constant of a graph"
+        self.why_not = f"an argument is a {value_type.__name__}, which cannot be a constant of a graph"
         return value_type  # pyright: ignore[reportUnknownVariableType]
 
     def compute_uncompiled(self) -> object:
@@ -311,7 +311,7 @@ class _ModuleCall:
 
     @contextmanager
     def _swap_tensors(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
-        """Replace the modules' tensors, and compute on the mesh, until the block ends. Yields them by the old ids."""
+        """Use `tensors` in the modules, on the mesh, until the block ends. Yield them by the old tensors' ids."""
         new_tensors = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         context = self._forward.context
         try:
@@ -326,7 +326,7 @@ class _ModuleCall:
                     members[name] = tensor
 
     def _find_assigned_name(self, new_tensors: Mapping[int, torch.Tensor]) -> str:
-        """Return the name of a tensor that the forward assigned anew in its module, or an empty text."""
+        """Return the name of an attribute to which the forward assigned a different tensor, or an empty text."""
         slots = self._structure.slots
         return next((name for at, name, old in slots if at.get(name) is not new_tensors[id(old)]), "")
 

@@ -19,7 +19,7 @@ with ImportGuard("torch"):
 
 R = TypeVar("R")
 
-# torch.compile(dynamic=False) calls this around each call, and then the function that it returns.
+# torch.compile(dynamic=False) calls this before each call, and the function that it returns after the call.
 _make_static = make_set_enable_dynamic(False)
 
 
@@ -40,7 +40,7 @@ def resume_compiling(compiler: Any) -> None:
 
 
 def call_with_compiler(compiler: Any, function: Callable[[Any], R], argument: object) -> R:
-    """Call a function compiled by a compiler of `stop_compiling`, for the static shapes of its argument."""
+    """Call a function, compiled for static shapes by a compiler that `stop_compiling` returned."""
     restore_dynamic_shapes = _make_static()
     set_eval_frame(compiler)
     try:
@@ -64,6 +64,6 @@ def has_dynamic_shapes() -> bool:
 
 
 def find_unsupported_operator(error: Exception) -> str:
-    """Return the operator for which a backend could not trace a gradient, or an empty text for other errors."""
+    """Return the message if an error says that an operator's gradient cannot be traced, or an empty text."""
     inner = getattr(error, "inner_exception", None)
     return str(inner) if isinstance(inner, UNSUPPORTED_ERRORS) else ""

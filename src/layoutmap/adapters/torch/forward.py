@@ -42,13 +42,13 @@ _NO_OUTER_GRAPH = "a module in layouts is a graph of its own: call torch.compile
 
 
 class Forward:
-    """Callable that replaces a module's `forward`: the outermost call enters the mesh, converts inputs and outputs.
+    """Replace a module's `forward`. The outermost call enters the mesh, and converts inputs and outputs.
 
     Args:
         module: The module.
         path: Its path in the model; empty for the model itself.
         context: The scope.
-        weight_group: The weights that are gathered while it computes.
+        group: The weights that are gathered while it computes; `None`: it gathers no weights.
         why_valueless: Why the model has no values and cannot be called; empty if it can.
         graphs: The compiled graphs of all modules of the scope, by key.
         layouts: The layouts of the model's tensors, by their ids.
@@ -89,20 +89,20 @@ class Forward:
         keep_patches(self)  # torch stays patched while a sharded model exists
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """Compile the module at its next call, or instead each block in it that gathers its weights.
+        """Compile the module at its next call. If modules in it gather their own weights, compile these instead.
 
         Raises:
             ScopeError: The devices are simulated, or shapes would be dynamic.
         """
         compiler = make_compiler_from_options(options)
-        for each in self._list_gathering_modules() or [self]:
+        for each in self._list_gathering_forwards() or [self]:
             each.compiled = CompiledModule(each, compiler, self._graphs, each.merge_inner_groups())
 
-    def _list_gathering_modules(self) -> list[Forward]:
-        """Return the outermost modules in this one that gather their weights when the model is called."""
+    def _list_gathering_forwards(self) -> list[Forward]:
+        """Return the outermost `Forward`s, of this module or inside it, for which `frees_weights` is true."""
         gathering_forwards: list[Forward] = []
         nested_forwards: set[Forward] = set()
-        for each in self.list_forwards():  # outer modules are first in the list
+        for each in self.list_forwards():  # outer modules come first, so skip those inside them
             if each.frees_weights and each not in nested_forwards:
                 gathering_forwards.append(each)
                 nested_forwards.update(each.list_forwards())
@@ -111,7 +111,7 @@ class Forward:
     @property
     def frees_weights(self) -> bool:
         """Whether a call of the model gathers this module's weights when it reaches the module, and then frees them."""
-        return self.group is not None and self.group.is_part and not self.group.is_outermost
+        return self.group is not None and self.group.gathers_in_each_call and not self.group.is_outermost
 
     def merge_inner_groups(self) -> WeightGroup | None:
         """Return one group of weights for this module and its submodules, or None if submodules have no groups."""
@@ -129,11 +129,11 @@ class Forward:
         return [each for module in self._get_module().modules() if (each := find_forward(module))]
 
     def _get_compiled_for(self, compiler: object) -> Mapping[Forward, CompiledModule]:
-        """Return the modules compiled with the compiler of the function that calls this module, by their `Forward`."""
+        """Return, by `Forward`, the modules compiled with the compiler of the function that calls this module."""
         forwards = self.list_forwards()
         key = (compiler, *forwards)
         if key not in self._compiled_by_caller:
-            outer, blocks = wrap_dynamo_compiler(compiler), self._list_gathering_modules()
+            outer, blocks = wrap_dynamo_compiler(compiler), self._list_gathering_forwards()
             compiled: dict[Forward, CompiledModule] = {}
             # a full graph cannot gather weights block by block, so compile the whole module
             if outer.is_strict and blocks not in ([], [self]):
@@ -144,7 +144,7 @@ class Forward:
         return self._compiled_by_caller[key]
 
     def make_structure_key(self) -> object:
-        """Return a key that is equal for forwards with equal effect on their module's graph."""
+        """Return a key that is equal for forwards that compile to the same graph for one module."""
         return id(self._original), self._results.output_layout, id(self.context)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -220,7 +220,7 @@ class Forward:
         return unshard_tensors(result) if is_unsharded else reduce_partial_sums(result)
 
     def _warn_of_uneven_batch(self) -> None:
-        """Warn once of a model trained with uneven batches only."""
+        """Warn once if a model is trained and none of its batches so far could be split evenly."""
         batches = self.context.policy.batches
         if not batches or True in batches or self._has_warned or not torch.is_grad_enabled():
             return
@@ -245,7 +245,7 @@ class Forward:
         return GradientHooks(module, layouts)
 
     def _gather_and_compute(self, args: Args, kwargs: Kwargs) -> object:
-        """Gather the module's weights, if it has a group of them, and return its result, compiled or not."""
+        """Gather the weights of the module's group, if there is one, and return the module's result."""
         compiled = None if thread_state.is_recording else thread_state.compiled.get(self, self.compiled)
         group = self.group if compiled is None or compiled.group is None else compiled.group
         if group is None:
@@ -270,7 +270,7 @@ class Forward:
         assert module is not None, "a forward is called through its module"
         return module
 
-    # -- attributes of a bound method
+    # -- attributes that a bound method has
 
     __name__ = _ATTRIBUTE
 
@@ -311,7 +311,7 @@ def _bind_class_forward(module: torch.nn.Module) -> Function:
 
 
 def _compile(forward: Any, **options: Any) -> None:
-    """Compile a sharded module when `module.compile` is called, or one that is unsharded again after unpickling."""
+    """Replace `module.compile`. An unpickled module is unsharded, so for it call the original `compile` of torch."""
     if not isinstance(forward, Forward):
         module: torch.nn.Module = forward.args[0]
         return type(module).compile(module, **options)  # pyright: ignore[reportUnknownMemberType]
@@ -319,7 +319,7 @@ def _compile(forward: Any, **options: Any) -> None:
 
 
 def _find_original_forward(module: torch.nn.Module) -> Any:
-    """Return the `forward` that the program has set on a module, or None if it has only that of its class."""
+    """Return the `forward` that the user's code set on a module, or None if it has only that of its class."""
     forward = vars(module).get(_ATTRIBUTE)
     return forward._original if isinstance(forward, Forward) else forward  # pyright: ignore[reportPrivateUsage]
 
@@ -337,7 +337,7 @@ def is_valueless(module: torch.nn.Module) -> bool:
 
 
 def _find_sharded_dims(values: object) -> set[str]:
-    """Return the names of the mesh dims over which the program has sharded a module's inputs."""
+    """Return the names of the mesh dims over which the user's code has sharded a module's inputs."""
     dims: set[str] = set()
     for tensor in list_tensors(values, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()

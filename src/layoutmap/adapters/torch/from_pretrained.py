@@ -46,7 +46,7 @@ class FromPretrainedPatches(ClosingContext):
         self.install_if_imported()
 
     def install_if_imported(self) -> None:
-        """Install the patches if the program has imported transformers and they are not installed yet."""
+        """Install the patches if the user's code has imported transformers and they are not installed yet."""
         if self._active_patches is None and "transformers.modeling_utils" in sys.modules:
             self._active_patches = _make_transformers_patches().activate()
             self._active_patches.__enter__()
@@ -87,7 +87,7 @@ def _wrap_from_pretrained(original: Any) -> object:
             if options.get(name) is not None:
                 facts = {name: shorten_repr(options[name])}
                 raise _make_unsupported_error(
-                    f"{cls.__name__}.from_pretrained: {name}= is passed in a scope", facts
+                    f"{cls.__name__}.from_pretrained: {name}= cannot be used in a scope", facts
                 )
         _check_transformers_version(cls)
         loaded = original.__get__(None, cls)(*args, **options)  # bind the classmethod to the calling class
@@ -109,7 +109,7 @@ def _check_transformers_version(cls: type) -> None:
         raise ScopeError(
             f"{cls.__name__}.from_pretrained: transformers {transformers.__version__} is not supported",
             facts={"missing": "core_model_loading.spawn_materialize(thread_pool, tensor, device, dtype)"},
-            why="layoutmap could not replace its reading of tensors, so each process would read whole weights",
+            why="layoutmap cannot patch how this release reads tensors, so each process would read whole weights",
             fix=f'pip install "transformers=={TESTED}.*", or load with layoutmap.load(make_model, directory)',
         )
 
@@ -118,8 +118,8 @@ def _make_unsupported_error(subject: str, facts: dict[str, str]) -> ScopeError:
     return ScopeError(
         subject,
         facts=facts,
-        why="the layout map places each weight, and a scope supports only dense tensors",
-        fix="leave it out, and use rules: LayoutMap.from_tp_plan converts the model's own plan",
+        why="the layout map decides where each weight is stored, and a scope supports only dense tensors",
+        fix="leave such arguments out, load dense weights, and use rules, as of LayoutMap.from_tp_plan",
     )
 
 

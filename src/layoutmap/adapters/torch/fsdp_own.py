@@ -56,22 +56,22 @@ class GatheredWeight:
 
 
 class ModelCall:
-    """Track whether a call of one model is open."""
+    """Track whether a call of one model is running."""
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_running = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelCall:
         return ModelCall()
 
     @contextmanager
-    def mark_open(self) -> Generator[None]:
-        """Mark the model's call as open until the block ends."""
-        self.is_open = True
+    def mark_running(self) -> Generator[None]:
+        """Mark the model's call as running until the block ends."""
+        self.is_running = True
         try:
             yield
         finally:
-            self.is_open = False
+            self.is_running = False
 
 
 # `fully_shard` does not support all layouts, so gather the other weights here (decisions/0017).
@@ -101,7 +101,7 @@ class WeightGatherer:
             return
         replaced = [(weight, each, gathered[id(each)]) for weight, each in weights if id(each) in gathered]
         for _, original, tensor in replaced:
-            record_copy(original, tensor)  # spectral norms write to the gathered weight
+            record_copy(original, tensor)  # so that in-place changes, as by spectral norm, are written back
         storages = [get_storage(tensor) for _, _, tensor in replaced]
         gathered_ids = () if self._is_kept else stored.gathered_ids  # kept weights need not be gathered again
         # The autograd graph keeps `gather_again`, which must not keep modules alive, so store names of weights only.
@@ -110,7 +110,7 @@ class WeightGatherer:
         def gather_again() -> list[DTensor]:
             for name, tensor, version in versions:
                 if get_version(tensor) != version:
-                    # torch raises the same error for unsharded weights.
+                    # torch raises this error for unsharded weights, so raise it for gathered ones, too.
                     raise RuntimeError(format_early_change_message(name, tuple(tensor.shape)))
             regathered = stored.gather()
             return [regathered[key] for key in gathered_ids]
@@ -125,7 +125,7 @@ class WeightGatherer:
                     raise _make_replaced_data_error(weight.name)
 
     def _gather_once_per_backward(self, stored: _StoredWeights) -> dict[int, DTensor]:
-        """Return the gathered weights by the ids of the stored ones. Checkpoints of one backward pass share them."""
+        """Return gathered weights by stored ids. All activation checkpoints of one backward pass share them."""
         if get_backward_pass_id() < 0 or not self._is_kept or not stored.gathered_ids:
             return stored.gather()
         key = get_backward_pass_id(), torch.is_grad_enabled(), stored.gathered_ids
@@ -165,7 +165,7 @@ class _StoredWeights:
                 continue
             mesh, placements = context.engine.make_native_layout(weight.layout, tensor.ndim)
             if tensor.device_mesh != mesh:
-                continue  # another `apply` gave it another layout, so it is not gathered here
+                continue  # a second `apply` moved it to a different mesh, so it is not gathered here
             pairs = zip(tensor.placements, placements, strict=True)
             differing = [dim for dim, (stored, computing) in enumerate(pairs) if stored != computing]
             is_floating = tensor.is_floating_point()
@@ -181,12 +181,12 @@ class _StoredWeights:
 
     @property
     def gathered_ids(self) -> list[int]:
-        """The ids of the stored weights that get another sharding. Weights that are only cast are not among them."""
+        """The ids of the stored weights that get a different sharding. Weights that are only cast are not included."""
         gathered = [id(tensor) for tensors in self._groups.values() for tensor in tensors]
         return [*(id(tensor) for tensor, _ in self._to_relayout), *gathered]
 
     def gather(self) -> dict[int, DTensor]:
-        """Gather and cast the weights, and return those that differ from the stored ones, by the ids of the latter."""
+        """Gather and cast the weights. Return the new tensors of those that change, by ids of the stored tensors."""
         gathered = {
             id(tensor): self._engine.relayout(tensor, layout, pad=True)
             for tensor, layout in self._to_relayout
@@ -205,7 +205,7 @@ class _StoredWeights:
 def swap_tensors(
     changes: Sequence[tuple[TensorAttribute, torch.Tensor | None, torch.Tensor]],
 ) -> Generator[None]:
-    """Store other tensors in modules until the block ends. A replacement is (attribute, old tensor, new tensor)."""
+    """Store new tensors in modules until the block ends. Each change is (attribute, old tensor, new tensor)."""
     # A recurrent layer caches its weights in each call, so restore the cache afterwards.
     recurrent = {at.module for at, *_ in changes if isinstance(at.module, torch.nn.RNNBase)}
     lists = [(module, module._flat_weights) for module in recurrent]  # pyright: ignore[reportPrivateUsage]

@@ -28,7 +28,7 @@ from layoutmap.adapters.torch.mesh_context import thread_state
 from layoutmap.adapters.torch.paths import TensorAttribute, find_paths_by_module_id
 from layoutmap.core.errors import join_names
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import merge_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_at_numbers
 from layoutmap.core.specs import format_batch_dim, list_batch_dims
 from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch.gather import GatherUnit, can_gather
@@ -42,13 +42,13 @@ class WeightGroup:
 
     Args:
         weights: The weights.
-        model_call: Whether a call of the model is open.
+        model_call: Tracks whether a call of the model is running.
         policy: The element types to compute in, as torch's `MixedPrecisionPolicy`; `None`: those of the weights.
         is_kept: Whether gathered weights stay in memory between the forward pass and the backward pass.
         is_outermost: Whether the module is the model.
-        is_part: Whether a call of the model gathers them when it reaches this module, and not at its start.
+        gathers_in_each_call: Whether a call of the model gathers them when it reaches this module, or at its start.
         unit: Those weights that torch's `fully_shard` gathers; `None`: it gathers none.
-        places: For each weight of the unit, the attributes of modules that store it.
+        unit_attributes: For each weight of the unit, the attributes of modules that store it.
         others: The weights that are not in the unit.
     """
 
@@ -57,9 +57,9 @@ class WeightGroup:
     policy: Any = None
     is_kept: bool = False
     is_outermost: bool = False
-    is_part: bool = True
+    gathers_in_each_call: bool = True
     unit: GatherUnit | None = None
-    places: list[list[TensorAttribute]] = field(default_factory=list[list[TensorAttribute]])
+    unit_attributes: list[list[TensorAttribute]] = field(default_factory=list[list[TensorAttribute]])
     others: list[GatheredWeight] = field(default_factory=list[GatheredWeight])
     _gatherers: dict[int, WeightGatherer] = field(default_factory=dict[int, WeightGatherer])
 
@@ -74,7 +74,7 @@ class WeightGroup:
         policy = self.policy
         if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
             return args, kwargs
-        is_inner = not self.is_part and self.model_call.is_open
+        is_inner = not self.gathers_in_each_call and self.model_call.is_running
         return (args, kwargs) if is_inner else _cast_floating((args, kwargs), policy.param_dtype)
 
     def cast_output(self, result: object) -> object:
@@ -87,7 +87,9 @@ class WeightGroup:
     def __deepcopy__(self, memo: dict[int, object]) -> WeightGroup:
         """Return a copy for the copied model, without its `fully_shard` unit."""
         weights, model_call = copy.deepcopy((self.weights, self.model_call), memo)
-        return WeightGroup(weights, model_call, self.policy, self.is_kept, self.is_outermost, self.is_part)
+        return WeightGroup(
+            weights, model_call, self.policy, self.is_kept, self.is_outermost, self.gathers_in_each_call
+        )
 
 
 def _cast_floating(values: object, dtype: torch.dtype) -> object:
@@ -125,7 +127,7 @@ def plan_weight_groups(
     blocks = {id(block) for _, block in modules if block is not None}
     model_call, reshard = ModelCall(), context.options.own.fully_shard.get("reshard_after_forward")
     gatherings = {
-        key: WeightGroup(weights, model_call, policy, reshard is False, is_part=key in blocks or not blocks)
+        key: WeightGroup(weights, model_call, policy, reshard is False, False, key in blocks or not blocks)
         for key, weights in weights_by_module.items()
     }
     if not gatherings:
@@ -135,7 +137,7 @@ def plan_weight_groups(
         root_weights, model_call, policy, reshard is not True, is_outermost=True
     )
     if context.options.own.gather == "fully_shard" and context.spans_processes:
-        below = [each for each in gatherings.values() if each.is_part and each is not outermost]
+        below = [each for each in gatherings.values() if each.gathers_in_each_call and each is not outermost]
         _apply_fully_shard(outermost, below, context)
     else:
         by_id = {id(w.tensor): w for each in weights_by_module.values() for w in each}
@@ -154,7 +156,7 @@ def _format_note(gatherer: str, context: ScopeContext, paths: Sequence[str], rea
     groups: dict[object, list[str]] = {}
     for path in paths:
         groups.setdefault(split_at_numbers(path), []).append(path)
-    names = join_names([merge_paths(each) for each in groups.values()])
+    names = join_names([format_merged_paths(each) for each in groups.values()])
     what = "1 weight is" if len(paths) == 1 else f"{len(paths)} weights are"
     reason = f", as {reason}" if reason else ""
     assert context.policy.batch_dim is not None, "or nothing would be gathered"
@@ -163,7 +165,7 @@ def _format_note(gatherer: str, context: ScopeContext, paths: Sequence[str], rea
 
 
 def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], context: ScopeContext) -> None:
-    """Apply `fully_shard` to the weights that it can gather. Notes of the plan list the others with the reasons."""
+    """Apply `fully_shard` to the weights that it can gather, and note in the plan why it cannot gather the rest."""
     mesh = context.engine.make_native_layout(context.policy.make_replicated_layout(0), 0)[0]
     dims = [mesh.mesh_dim_names.index(dim) for dim in list_batch_dims(context.policy.batch_dim)]
     stored_tensors = [weight.tensor for each in (outermost, *below) for weight in each.weights]
@@ -201,14 +203,14 @@ def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], con
             elif num_uses[id(tensor)] > 1:  # fully_shard would free a shared weight after its first use
                 reason = "several blocks share them"
             elif tensor.dtype != main_dtype:
-                reason = "most weights of the block are of another element type"
+                reason = "most weights of the block have a different element type"
             if reason:
                 reasons.setdefault(reason, []).append(places[0].path)
                 group.others += places
             else:
                 unit_weights.append((tensor, places))
                 paths.append(places[0].path)
-        group.places = [[weight.attribute for weight in places] for _, places in unit_weights]
+        group.unit_attributes = [[weight.attribute for weight in places] for _, places in unit_weights]
         if unit_weights or below:
             named = [(places[0].name, tensor) for tensor, places in unit_weights]
             group.unit = GatherUnit(
@@ -226,7 +228,7 @@ def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], con
 def _explain_no_fully_shard(tensor: DTensor, mesh_dim: int) -> str:
     """Return the reason why `fully_shard` cannot gather a weight, or an empty text if it can."""
     if not has_even_shards(get_spec(tensor)):
-        return "an axis does not divide"
+        return "an axis cannot be split evenly"
     if not can_gather(tensor, mesh_dim):
         return "the batch's dim is not the innermost on an axis"
     if not get_local(tensor).is_contiguous():
@@ -252,7 +254,7 @@ def _has_block_children(module: torch.nn.Module) -> bool:
     """Return whether the children of a module are blocks, each of which gathers its weights together."""
     children = list(module.children())
     if len(children) == 1 and isinstance(module, torch.nn.ModuleList):
-        # A single child counts as a block unless it contains blocks.
+        # A list of one module may be a model of one block, or contain all blocks, so look inside.
         inner = list(children[0].modules())
         return len(inner) > 1 and not any(map(_has_block_children, inner))
     is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
@@ -263,7 +265,7 @@ def _has_block_children(module: torch.nn.Module) -> bool:
 def gather_weights(
     group: WeightGroup, context: ScopeContext, inputs: Sequence[torch.Tensor]
 ) -> Generator[None]:
-    """Replace a module's weights by gathered ones, in the layouts that they compute in, until the block ends.
+    """Replace a module's weights by gathered ones until the block ends, so that the module computes with them.
 
     Args:
         group: The weights.
@@ -272,15 +274,15 @@ def gather_weights(
     """
     gather_again = functools.partial(gather_weights, group, context, ())
     unit = group.unit
-    sharded = [places[0].tensor for places in group.places]
+    sharded = [places[0].tensor for places in group.unit_attributes]
     with ExitStack() as stack:
-        if group.is_outermost and not group.model_call.is_open:
-            stack.enter_context(group.model_call.mark_open())
+        if group.is_outermost and not group.model_call.is_running:
+            stack.enter_context(group.model_call.mark_running())
         remaining = group.weights
-        # The unit is for the dtypes that it was created with, and for one forward pass at a time.
+        # A unit supports the dtypes it was created with, and one forward pass at a time. Else gather all weights here.
         if unit is not None and unit.can_be_reused_for(sharded):
             tensors = stack.enter_context(unit.gather_parameters(inputs))
-            replacements = zip(group.places, sharded, tensors, strict=True)
+            replacements = zip(group.unit_attributes, sharded, tensors, strict=True)
             stack.enter_context(
                 swap_tensors([(at, old, new) for places, old, new in replacements for at in places])
             )

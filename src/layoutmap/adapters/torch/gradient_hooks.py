@@ -23,7 +23,7 @@ from layoutmap.engines.torch.gather import GradientReducer
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import get_parameters_and_buffers
 
-_HOOKED_ID = "_layoutmap_watched"  # stores the id of the hooked parameter, which a copy does not have
+_HOOKED_ID = "_layoutmap_watched"  # stores the parameter's id, so that a copy is recognized as unhooked
 
 
 class GradientHooks:
@@ -72,7 +72,7 @@ class GradientHooks:
     def _warn_of_unsharded_replacement(
         self, name: str, parameter: torch.nn.Parameter, holder: torch.nn.Module | None
     ) -> None:
-        """Warn once if the program has replaced a sharded parameter by an unsharded one."""
+        """Warn once if the user's code has replaced a sharded parameter by an unsharded one."""
         path, layouts = self._layouts_by_module.get(id(holder), ("", {}))
         if name not in layouts or (path, name) in self._reported:
             return

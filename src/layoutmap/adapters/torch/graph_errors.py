@@ -1,4 +1,4 @@
-"""Raise for graphs of a sharded module by torch.export, torch.jit, and torch.func."""
+"""Raise if torch.export, torch.jit, or torch.func traces a sharded module."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ EXPORT_ATTRIBUTES = {"__code__": "torch.export", "__globals__": "torch.jit.scrip
 
 
 class NoGraphError(ScopeError, AttributeError):
-    """Raised when torch.export or torch.jit traces a sharded module. As an AttributeError, it lets `hasattr` work."""
+    """Raised if torch.export or torch.jit traces a sharded module. As an AttributeError, it makes `hasattr` False."""
 
 
 def make_graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
     """Return the error to raise if an exporter, such as torch.export, traces a sharded module."""
     return NoGraphError(
-        f"{type(module).__name__}: {exporter} of a sharded module",
+        f"{type(module).__name__}: {exporter} cannot trace a sharded module",
         why="its collectives belong to this mesh, and such a graph is for one device",
-        fix="build the model without a scope, give it the values, and use that: "
+        fix="build the model again without a scope, load these values, and trace that: "
         "plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})",
     )
 

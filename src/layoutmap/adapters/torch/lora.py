@@ -34,7 +34,7 @@ def list_unwrapped_names(model_tensor: ModelTensor, root: torch.nn.Module) -> li
 
 
 def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
-    """Map the id of each LoRA factor to its base weight's path and the base axes that each of its axes stands for."""
+    """Return the path of each LoRA factor's base weight, and the base axes for each of its axes, by factor id."""
     factors: dict[int, tuple[str, Axes]] = {}
     for prefix, module in list_modules(root):
         wrapped_layer = getattr(module, _BASE_LAYER, None)
@@ -53,7 +53,7 @@ def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
 def _iterate_factors(
     module: torch.nn.Module, input_axis: int, output_axis: int
 ) -> Iterator[tuple[torch.Tensor, Axes]]:
-    """Yield each LoRA factor of a layer with the axes of the base weight that each of its axes stands for."""
+    """Yield pairs: a LoRA factor of a layer, and for each of its axes the axes of the base weight."""
     for name, axes in (("lora_A", ((), (input_axis,))), ("lora_B", ((output_axis,), ()))):
         for layer in getattr(module, name, {}).values():  # a layer has only the factors of its adapter type
             yield layer.weight, axes

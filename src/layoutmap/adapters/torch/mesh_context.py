@@ -32,8 +32,8 @@ class _ThreadState(threading.local):
     """The state of a thread.
 
     Attributes:
-        context: The scope of the sharded model whose call is open, or None.
-        is_uneven_batch: Whether the batch of this call does not divide by the batch dim.
+        context: The scope of the sharded model that is being called, or None.
+        is_uneven: Whether the batch dim cannot split the batch of this call evenly.
         is_recording: Whether a graph is being recorded.
         call: The module call of which a graph is recorded.
         compiled: Compiled modules for a caller that Dynamo compiles, by the `Forward` of each.
@@ -52,7 +52,7 @@ thread_state = _ThreadState()
 
 
 def is_in_call() -> bool:
-    """Return whether a sharded model's call is open on this thread."""
+    """Return whether a call of a sharded model is running on this thread."""
     return thread_state.context is not None
 
 
@@ -70,20 +70,20 @@ def compute_on_mesh(context: ScopeContext) -> Generator[None]:
 
 @contextmanager
 def reduce_sums_early(is_uneven: bool) -> Generator[None]:
-    """Reduce partial sums immediately until the block ends, if the batch does not divide by the batch dim."""
+    """Reduce partial sums immediately until the block ends, if the batch dim cannot split the batch evenly."""
     reduction = ReduceProductsMode() if is_uneven else nullcontext()
     with set_temporarily(thread_state, "is_uneven", is_uneven), reduction:
         yield
 
 
 def mark_recording() -> AbstractContextManager[None]:
-    """Mark this thread as recording a graph until the block ends, so that inner modules compile no own graphs."""
+    """Mark this thread as recording a graph until the block ends, so that inner modules compile no graphs."""
     return set_temporarily(thread_state, "is_recording", True)
 
 
 @contextmanager
 def _replace_inference_mode() -> Generator[None]:
-    """Replace `torch.inference_mode` by `no_grad` until the block ends, since DTensors lack views there."""
+    """Replace `torch.inference_mode` by `no_grad` until the block ends, because DTensors have no views in it."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield
@@ -92,7 +92,7 @@ def _replace_inference_mode() -> Generator[None]:
 
 
 def _bind_to_current_mesh(function: Function) -> Function:
-    """Return a checkpointed function, wrapped to recompute on the present mesh with the same weights gathered."""
+    """Wrap a checkpointed function to recompute on the present mesh, with the same weights gathered."""
     if thread_state.is_recording:
         raise RuntimeError(
             "an activation checkpoint recomputes after the graph is recorded, and would not read the graph's inputs"

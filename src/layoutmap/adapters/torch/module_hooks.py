@@ -38,7 +38,7 @@ def install_creation_hooks() -> ClosingContext:
 def _record_registration(module: torch.nn.Module, name: str, registered: object) -> None:
     """Report a module to the open scope for torch when it gets a tensor or child."""
     session = get_current_session()
-    if session is None:  # the hooks are global, but a scope belongs to one thread
+    if session is None:  # hooks are global, so a thread without a scope calls them, too
         warn_of_model_in_inner_task("torch", type(module).__name__)
     elif session.library == "torch":
         session.track_module(module)
@@ -90,7 +90,11 @@ _PATCHES = Patches(
             _torch_module._global_parameter_registration_hooks, "layoutmap", _record_or_refuse_parameter
         ),
         ItemPatch(_torch_module._global_buffer_registration_hooks, "layoutmap", _record_registration),
-        AttributePatch(torch.nn.Module, "__setstate__", _wrap_setstate),  # copies bypass registration hooks
-        AttributePatch(torch.optim.Optimizer, "add_param_group", _wrap_add_param_group),  # __init__ calls it
+        AttributePatch(
+            torch.nn.Module, "__setstate__", _wrap_setstate
+        ),  # a copy bypasses hooks, so report it here
+        AttributePatch(
+            torch.optim.Optimizer, "add_param_group", _wrap_add_param_group
+        ),  # each new optimizer calls it
     ]
 )

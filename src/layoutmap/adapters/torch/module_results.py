@@ -1,4 +1,4 @@
-"""Place the results of a module's call: its output by activation rules, and replaced buffers."""
+"""Relayout the results of a module's call: its output by activation rules, and the buffers that it replaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModuleResults:
         layouts: The layouts of the model's tensors, by their ids.
 
     Attributes:
-        output: The layout that a rule gives its output; `None`: no rule does.
+        output_layout: The layout that a rule gives its output; `None`: no rule does.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from layoutmap.engines.torch.changes import install_patches
 with ImportGuard("torch"):
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # pyright: ignore[reportPrivateUsage]
 
-# How many parameter groups each optimizer had when it was last checked. More groups need another check.
+# How many parameter groups each optimizer had when it was last checked, so that it is checked again if it has more.
 _num_compared_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 # By the id of each tensor that a DTensor replaced, the tensor and its path.
 _replaced_tensors: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
@@ -52,7 +52,7 @@ def record_replaced_tensor(tensor: torch.Tensor, path: str) -> None:
 
 # A wrong step would change the weights, so check optimizers before it (decisions/0044).
 def enable_optimizer_checks() -> None:
-    """Check each optimizer of this process before its steps, from now on while a DTensor exists."""
+    """Check each optimizer of this process before its steps from now on, as long as a DTensor exists."""
     install_patches(_HOOK)
 
 
@@ -71,7 +71,7 @@ def _check_before_compiled_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a step of the optimizer would be wrong, and shard its slots."""
+    """Raise if a step of the optimizer would be wrong. Otherwise, shard its unsharded slots."""
     state = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -88,7 +88,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_before_first_step(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
-    """Raise if other processes have another optimizer, or if its slots would differ from those on one device."""
+    """Raise if optimizers differ between processes, or if slots would differ from those on one device."""
     engine = get_engine("torch")
     layout = engine.get_layout(parameter)
     if layout is not None:
@@ -113,7 +113,7 @@ def _refuse_replaced_parameter(optimizer: torch.optim.Optimizer, path: str) -> N
     raise ScopeError(
         f"{optimizer_name} was created before its weights were sharded",
         facts={"weight": path},
-        why="the model now holds another, sharded tensor, which this step would not train",
+        why="the model now has a sharded tensor in place of the weight, which this step would not train",
         fix=f"create the optimizer after apply, and copy its state: new = {optimizer_name}(model.parameters(), "
         "...); new.load_state_dict(old.state_dict())",
     )
@@ -121,7 +121,7 @@ def _refuse_replaced_parameter(optimizer: torch.optim.Optimizer, path: str) -> N
 
 # Adafactor would compute its slots from a shard, so create them before its first step (decisions/0044).
 def _make_adafactor_slots(parameter: DTensor) -> dict[str, torch.Tensor]:
-    """Return Adafactor's first slots of a parameter: means over the last axis, and means over the axis before it."""
+    """Return Adafactor's initial slots: a step count, and zeros for means over each of the last two axes."""
     *outer, rows, columns = parameter.shape
     return {
         "step": torch.zeros((), dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)),
@@ -140,7 +140,7 @@ def _shard_slots(slots: Any, parameter: DTensor) -> None:
 
 
 def derive_slot_layout(name: str, shape: tuple[int, ...], parameter: torch.Tensor) -> Layout | None:
-    """Return the layout of a slot: the parameter's, but unsharded on axes on which the slot has one element.
+    """Return a slot's layout: that of its parameter, but unsharded on axes on which the slot has one element.
 
     Args:
         name: The optimizer's name of the slot.
@@ -148,7 +148,7 @@ def derive_slot_layout(name: str, shape: tuple[int, ...], parameter: torch.Tenso
         parameter: The parameter.
 
     Returns:
-        The layout; `None` for a count of steps, for slots of other shapes, and if the parameter is on no mesh.
+        The layout; `None` for a count of steps, for slots of different shapes, and if the parameter is on no mesh.
     """
     layout, sizes = get_engine("torch").get_layout(parameter), tuple(parameter.shape)
     if layout is None or len(shape) != len(sizes) or (name == "step" and not shape):

@@ -55,7 +55,7 @@ _NOT_COPIED = ("state", "param_groups")
 
 # A wrong step would change the weights, so let a copy of the optimizer step meta tensors first (decisions/0044).
 def check_sharded_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer would choose other slots for a sharded weight than for the unsharded weight.
+    """Raise if an optimizer would choose different slots for a sharded weight than for the unsharded weight.
 
     Nothing is changed: the steps are those of a copy, on tensors without values.
 
@@ -97,7 +97,7 @@ def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.n
     """Return a meta tensor as a parameter with a gradient and with the user's attributes of `parameter`."""
     new = torch.nn.Parameter(meta)
     new.grad = torch.empty_like(meta)
-    # Optimizers may read attributes that the program set on parameters.
+    # Optimizers may read attributes that the user's code set on parameters, so copy them.
     for name, value in list_user_attributes(parameter).items():
         if name not in vars(new):
             setattr(new, name, value)
@@ -107,7 +107,7 @@ def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.n
 def _run_step_on_copy(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter
 ) -> tuple[Slots, bool]:
-    """Run a step of a copied optimizer on a meta tensor. Return slot kinds by name, and whether the step failed."""
+    """Run a step of a copied optimizer on a meta tensor. Return the slots' kinds, and whether the step failed."""
     failed = False
     torch_state = torch.get_rng_state()
     try:
@@ -184,11 +184,15 @@ class _RefuseWrites(TorchDispatchMode):
                     and not each.is_meta
                     and get_storage_key(each) not in self._new_storages
                 ):
-                    raise RuntimeError("a dry run of an optimizer step would change a tensor of the program")
+                    raise RuntimeError(
+                        "a dry run of an optimizer step would change a tensor of the user's code"
+                    )
         result = func(*args, **kwargs)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and not each.is_meta:
-                with contextlib.suppress(RuntimeError):  # tensor subclasses may have no storage
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # a tensor subclass may have no storage, and needs no entry
                     self._new_storages[get_storage_key(each)] = each.untyped_storage()
         return result
 
@@ -213,7 +217,7 @@ def _check_equal_slots(
         expected, actual = unsharded.get(name), sharded.get(name)
         if expected != actual:
             raise ScopeError(
-                f"{kind}: its state {name} for a sharded weight has another form than on one device",
+                f"{kind}: its state {name} for a sharded weight differs in form from that on one device",
                 facts={**facts, "one device": _format_kind(expected), "sharded": _format_kind(actual)},
                 why="it chooses its state from the shape of the shard, so its steps would differ from "
                 "those on one device",
@@ -221,7 +225,7 @@ def _check_equal_slots(
             )
         if _has_special_class(actual):
             raise ScopeError(
-                f"{kind}: its state {name} for a sharded weight is a special tensor class",
+                f"{kind}: its state {name} for a sharded weight is of a special tensor class",
                 facts={**facts, name: _format_kind(actual)},
                 why="the elements of such a tensor may depend on any value of the weight, so its shards "
                 "may differ from those on one device",

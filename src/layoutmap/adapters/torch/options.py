@@ -56,14 +56,19 @@ class TorchOptions:
             ScopeError: An option is unknown, has an invalid value, or would have no effect.
         """
         check_option_names(values, "torch", cls.__slots__)
-        # `None` means that an option is not set.
+        # `None` means that an option is not set, so it keeps its default.
         result = cls(**{name: value for name, value in values.items() if value is not None})
         _check_choice(
-            "draws", result.draws, Draws, "it says which random numbers initialize weights and drop elements"
+            "draws",
+            result.draws,
+            Draws,
+            "this option decides which random numbers initialize weights and drop elements",
         )
-        why = "it says how weights that are sharded over batch_dim are gathered"
+        why = "this option decides how weights that are sharded over batch_dim are gathered"
         _check_choice("gather", result.gather, Gather, why)
-        _check_choice("rows", result.rows, Rows, "it says which rows of the batch each process passes")
+        _check_choice(
+            "rows", result.rows, Rows, "this option tells which rows of the batch each process passes"
+        )
         if result.rows == "own" and options.batch_dim is None:
             raise ScopeError(
                 'rows="own": the scope has no batch_dim',
@@ -88,7 +93,7 @@ def _check_choice(name: str, value: str, choices: object, why: str) -> None:
 
 
 def _check_fully_shard_use(torch_options: TorchOptions, options: ScopeOptions, spans_processes: bool) -> None:
-    """Raise if options of `fully_shard` are given and it will gather nothing."""
+    """Raise if options of `fully_shard` are not a mapping, or if it gathers no weights and so ignores them."""
     if not isinstance(torch_options.fully_shard, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScopeError(
             f"fully_shard={torch_options.fully_shard!r} has the wrong type",
@@ -97,9 +102,9 @@ def _check_fully_shard_use(torch_options: TorchOptions, options: ScopeOptions, s
             fix='pass a mapping, as in fully_shard={"reshard_after_forward": False}',
         )
     reasons = (
-        (torch_options.gather == "own", 'gather="own" has weights gathered by this library'),
+        (torch_options.gather == "own", 'with gather="own", layoutmap gathers the weights itself'),
         (options.batch_dim is None, "without batch_dim no weight is gathered"),
-        (not spans_processes, "all devices are of this process, and fully_shard gathers between several"),
+        (not spans_processes, "all devices are of this process, and fully_shard gathers between processes"),
     )
     for is_so, why in reasons:
         if is_so:
@@ -115,7 +120,7 @@ def _check_fully_shard_use(torch_options: TorchOptions, options: ScopeOptions, s
 # The layout map decides which weights are sharded, so pass on only three options (decisions/0017).
 def _check_fully_shard_options(options: Mapping[str, object]) -> None:
     """Raise for `fully_shard` options that are unknown, of a wrong type, or decided by the layout map."""
-    # Loading takes 0.1 s, so import it here.
+    # This import takes 0.1 s, so do it only if the options are used.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     option_types: dict[str, type] = {
@@ -130,7 +135,7 @@ def _check_fully_shard_options(options: Mapping[str, object]) -> None:
                 facts={"options": join_names([repr(each) for each in option_types])},
                 why="rules and batch_dim decide which weights are sharded, and over which dim"
                 if name in _DECIDED_BY_RULES
-                else "torch's fully_shard takes these",
+                else "a scope passes on only these options",
                 fix="leave it out" if name in _DECIDED_BY_RULES else "use one of these",
             )
         if name == "reshard_after_forward" and type(value) is int:

@@ -35,7 +35,7 @@ def has_own_rows(context: ScopeContext) -> bool:
 
 
 def find_row_shard_index(context: ScopeContext) -> int:
-    """Return which shard of the global batch has the rows of this process, counted over the batch dims."""
+    """Return the index of this process's rows among the shards of the global batch."""
     mesh = context.engine.make_native_layout(context.policy.make_replicated_layout(0), 0)[0]
     shard_index = 0
     for dim in list_batch_dims(context.options.batch_dim):
@@ -72,7 +72,7 @@ class OwnRows:
 
     # A process with fewer rows would send smaller shards than others expect, so compare the row counts in each call.
     def check_rows(self, *, is_due: bool) -> None:
-        """Raise if the numbers or shapes of rows differ between processes, or, in calls that are due, if values do.
+        """Raise if the processes pass different numbers or shapes of rows. If `is_due`, also compare values.
 
         Arguments without rows and rows of one shard must be equal, and the rows of all shards must not be equal.
 
@@ -106,8 +106,8 @@ class OwnRows:
             raise ScopeError(
                 "the processes pass different values of an argument that has no rows",
                 facts=make_process_facts(texts) | {"rows": self.num_rows},
-                why=f"a tensor has rows if its first axis has {self.num_rows} elements, as in the first one; any other "
-                "argument must be the same in all processes",
+                why=f"a tensor counts as rows if its first axis has {self.num_rows} elements, like that of the "
+                "first tensor; all other arguments must be equal in all processes",
                 fix="pass one value in all processes, such as the number of tokens in all of their rows",
             )
         rows = [to_numpy(each) for each in self._tensors if self._has_rows(each)]
@@ -115,7 +115,7 @@ class OwnRows:
         self._check_rows_by_shard(gather(local).tolist())
 
     def _check_rows_by_shard(self, row_checksums: Sequence[tuple[int, int]]) -> None:
-        """Raise if the checksums of rows differ between processes with one shard index, or are equal in all."""
+        """Raise if rows differ between processes with one shard index, or are the same in all processes."""
         by_shard: dict[int, set[int]] = {}
         for shard_index, checksum in row_checksums:
             by_shard.setdefault(shard_index, set()).add(checksum)
@@ -124,14 +124,14 @@ class OwnRows:
             raise ScopeError(
                 "processes that compute the same rows pass different rows",
                 facts=facts,
-                why=f"processes with one index along {self._context.options.batch_dim!r} compute the same rows",
+                why=f"processes with the same index along {self._context.options.batch_dim!r} compute the same rows",
                 fix="choose the rows by mesh.get_local_rank(batch_dim) instead of the rank of the process",
             )
         if self.num_rows and len(by_shard) > 1 and len({checksum for _, checksum in row_checksums}) == 1:
             raise ScopeError(
                 "all processes pass the same rows",
                 facts=facts,
-                why='with rows="own", each process must pass different rows, and these would count several times',
+                why='with rows="own", each process must pass different rows, and equal rows would count several times',
                 fix='leave rows="own" out if every process passes the global batch, else use a DistributedSampler',
             )
 
@@ -143,7 +143,7 @@ class OwnRows:
         return self._context.engine.make_native_layout(layout, len(shape))[1]
 
     def convert_inputs(self, values: object) -> Any:
-        """Return the arguments with DTensors of the global batch. The rows of this process are its shard of them."""
+        """Return the arguments with each tensor of rows as a local shard of a DTensor of the global batch."""
         mesh = self._context.engine.make_native_layout(self._context.policy.make_replicated_layout(0), 0)[0]
 
         def shard_rows(tensor: torch.Tensor) -> object:
@@ -176,7 +176,7 @@ class OwnRows:
 
 
 class _OwnRowsOutput(AutogradFunction):
-    """Return one process's rows, and raise in backward, because their loss does not cover the other processes."""
+    """Return one process's rows, and raise in backward, because a loss of these rows lacks all other rows."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, rows: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ class ModelTensor:
         path: The first name that leads to it.
         is_buffer: Whether it is a buffer.
         aliases: The other names.
-        places: Every attribute that holds it.
+        attributes: Every attribute that holds it.
     """
 
     tensor: torch.Tensor
@@ -110,7 +110,7 @@ def find_paths_by_module_id(root: torch.nn.Module) -> dict[int, str]:
 
 
 def find_root_modules(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return those of the modules that are inside no other of them."""
+    """Return the modules that are inside none of the other modules."""
     descendant_ids: set[int] = set()
     for module in modules:
         descendant_ids.update(map(id, iterate_descendants(module, descendant_ids)))
@@ -118,7 +118,7 @@ def find_root_modules(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Modul
 
 
 def iterate_descendants(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[torch.nn.Module]:  # pyright: ignore[reportArgumentType]
-    """Yield each module below a module once. Known modules are yielded, and those below them are not."""
+    """Yield each module below a module once. Of a module in `known`, yield no modules below it."""
     pending, seen = list(module.children()), {id(module)}
     while pending:
         child = pending.pop()

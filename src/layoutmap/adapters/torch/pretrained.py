@@ -36,7 +36,7 @@ _files: ContextVar[list[tuple[str, dict[str, DTensor]]] | None] = ContextVar("fi
 
 
 def wrap_save_file(original: Function) -> Function:
-    """Return safetensors' `save_file`, which in `_capture_saved_files` records its arguments and writes no file."""
+    """Wrap safetensors' `save_file`. In `_capture_saved_files`, it records its arguments and writes no file."""
 
     def save_file(tensors: dict[str, DTensor], filename: str, *args: object, **options: object) -> object:
         files = _files.get()
@@ -94,7 +94,7 @@ def save_own_shards(
         for name, tensor in tensors.items()
         if isinstance(tensor, DTensor) and (layout := engine.get_layout(tensor)) is not None
     }
-    if not layouts:  # the tensors are unsharded, or sharded in ways that no layout expresses
+    if not layouts:  # no layout describes the tensors, so their shards cannot be assigned to processes
         return False
     # Gather over the largest mesh, because it contains all processes.
     mesh = max((layout.mesh for layout in layouts.values()), key=lambda each: each.size)
@@ -133,15 +133,15 @@ def save_own_shards(
 def _prepare_folder(
     save: Function, hidden: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
 ) -> list[_TensorOffset] | None:
-    """Create the folder with complete files except for the sharded values, and return where these belong."""
+    """Write the files without sharded values, and return where these belong, or None if tensors were changed."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
             f"{target}: it is a file",
             why="save_pretrained writes a folder",
-            fix="name a folder, or one that does not exist",
+            fix="pass a folder, or a path that does not exist yet",
         )
     names: dict[int, str] = {}
-    placeholders: dict[int, torch.Tensor] = {}  # shared tensors must share one placeholder
+    placeholders: dict[int, torch.Tensor] = {}  # one for each shared tensor, so that it is saved once
     state: dict[str, object] = dict(tensors)
     for name in layouts:
         tensor = tensors[name]
@@ -163,7 +163,7 @@ def _write_unsharded(
     """Write a file of the final size with its header and unsharded values. Return where its sharded values belong."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    # Use the order of the safetensors library.
+    # safetensors sorts by element size, so that each tensor is aligned. Use the same order.
     ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
     for name, tensor in ordered:
         end = offset + tensor.numel() * tensor.dtype.itemsize
@@ -186,7 +186,7 @@ def _write_unsharded(
             else:
                 sink.seek(start)
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        sink.truncate(data_start + offset)  # set the full size before other processes write
+        sink.truncate(data_start + offset)  # so that other processes can write at any offset
     return offsets
 
 
@@ -218,7 +218,7 @@ def _write_shards(
         raise CheckpointError(
             f"{folder}: it cannot be written",
             why=f"the system says: {error.strerror or error}",
-            fix="name a folder that all processes can see and write; nothing was left there",
+            fix="pass a folder that all processes can write to; the unfinished files were removed",
         ) from error
     finally:
         for each in files.values():
@@ -228,7 +228,7 @@ def _write_shards(
 def _iterate_own_shards(
     tensor: torch.Tensor, layout: Layout, turn: int
 ) -> Iterator[tuple[Index, NumpyArray]]:
-    """Yield the shards that this process writes. The processes that have an equal shard write it by turns."""
+    """Yield the shards that this process writes. Of the processes with equal shards, `turn` selects one."""
     engine = get_engine("torch")
     holders: dict[object, list[int]] = {}
     for device in range(layout.mesh.size):

@@ -1,7 +1,7 @@
 """Find the roles of weights' axes in a module's call, for torch modules and transformers' Conv1D.
 
-A plan is linted by it: an axis that is summed over is another thing to shard than one of the output. What a module of
-one's own does with its weights is not known.
+Lints of a plan use them, because sharding an axis that is summed over has other costs than sharding an output axis. How
+modules of the user's code use their weights is unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def find_axis_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
     if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
         filters = ("out.0", "in.0", *("",) * len(module.kernel_size))
         return filters if name == "weight" else ("out.0",)
-    # Conv1D of transformers is a Linear with a transposed weight.
+    # Conv1D of transformers is a Linear with a transposed weight, so its roles are swapped.
     if module_class.__name__ == "Conv1D" and module_class.__module__.startswith("transformers."):
         return ("in.0", "out.0") if name == "weight" else ("out.0",)
     return ()

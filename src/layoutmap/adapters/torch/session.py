@@ -120,7 +120,7 @@ class TorchSession:
         return Tape(
             shapes_only=self.context.plan_only,
             tiles=self.context.options.own.draws == "tiles",
-            should_record=partial(is_session_active, self),  # the tape calls it for each operation
+            should_record=partial(is_session_active, self),  # asked for each operation
         )
 
     # -- deferring
@@ -152,7 +152,7 @@ class TorchSession:
 
     @contextmanager
     def suspend_recording(self) -> Generator[None]:
-        """Stop deferring values until the block ends, while an inner scope records instead."""
+        """Stop deferring values until the block ends, because an inner scope records instead."""
         if self._recording is None:
             yield
             return
@@ -175,14 +175,14 @@ class TorchSession:
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
-            self.patches.install_if_imported()  # the program may have imported transformers in the block
+            self.patches.install_if_imported()  # the user's code may have imported transformers in the block
 
     def defer_read(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a deferred tensor that is read from a file (see `Tape.defer_read`)."""
         return self._tape.defer_read(read)
 
     def has_built(self, model: torch.nn.Module) -> bool:
-        """Return whether a module was built in this scope, which is assumed of a module without tensors."""
+        """Return whether a module was built in this scope. A module without tensors counts as built in it."""
         return id(model) in self._modules or not model.state_dict(keep_vars=True)
 
     def track_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -206,7 +206,7 @@ class TorchSession:
     # -- materializing
 
     def _materialize(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
-        """Choose the layouts of models, and give them sharded tensors. A plan marks them as valueless instead."""
+        """Choose layouts, and give the models sharded tensors. For a plan, mark the models as valueless instead."""
         self._unbuilt = [path for root in roots for path in list_lazy_layers(root)]
         if self._unbuilt and not self.context.plan_only:
             self._refuse_lazy_layers(roots)
@@ -231,7 +231,7 @@ class TorchSession:
             else:
                 self._create_and_install_arrays(roots, entries, assignments)
         except BaseException:
-            if is_new:  # only new models get initial values
+            if is_new:  # an existing model still has its values
                 self._mark_valueless(roots, _FAILED)
             raise
         finally:
@@ -355,7 +355,7 @@ class TorchSession:
             replace_in_optimizer(optimizer, get_replacement, make_slot_replacement)
 
     def _shard_slot(self, tensor: torch.Tensor, layout: Layout) -> object:
-        """Return an optimizer slot in a layout, computed there if it is deferred."""
+        """Relayout an optimizer slot, or compute it in the layout if it is deferred."""
         if not self._tape.is_deferred(tensor):
             return self.context.engine.relayout(tensor, layout, pad=True)
         spec = VariableSpec("slot", tuple(tensor.shape), format_dtype(tensor.dtype), Kind.SLOT)
@@ -371,7 +371,7 @@ class TorchSession:
             groups = plan_weight_groups(root, layouts, self.context)
             graphs: dict[object, Any] = {}
             for module in (root, *iterate_descendants(root)):
-                if find_forward(module) is None:  # a module of a second `apply` already has the hook
+                if find_forward(module) is None:  # after an earlier `apply`, the module has this hook
                     module.register_load_state_dict_pre_hook(_redistribute_state_dict)  # pyright: ignore[reportUnknownMemberType]
                 path = paths.get(id(module), "")
                 group = groups.get(id(module))
@@ -386,7 +386,7 @@ class TorchSession:
     # -- entry points
 
     def build_model(self, make_model: Callable[[], object]) -> object:
-        """Return the materialized model of a function."""
+        """Call a function that builds a model, and return the materialized model."""
         with self.defer_variables():
             return make_model()
 

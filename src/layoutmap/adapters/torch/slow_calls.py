@@ -23,7 +23,7 @@ class SlowCallNotice:
 
     @contextmanager
     def time_call(self, progress: bool | None) -> Generator[None]:
-        """Time a call, and print a notice after the first slow one, except the first call, which sets up the devices.
+        """Time a call, and print a notice after the first slow one. The first call is slow anyway, so skip it.
 
         Args:
             progress: The option of the scope. `None`: the notice is printed if stderr is a terminal.
@@ -40,7 +40,7 @@ class SlowCallNotice:
             if progress or (progress is None and is_stderr_interactive()):
                 size = simulation.get_world_size()
                 print(
-                    f"layoutmap: this step took {seconds:.0f} s to the loss, since one process computes the parts of "
+                    f"layoutmap: this call took {seconds:.0f} s, since one process computes the parts of "
                     f"{size} simulated devices in turn. Faster: torchrun --nproc-per-node {size} PROGRAM",
                     file=sys.stderr,
                 )

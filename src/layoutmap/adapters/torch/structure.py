@@ -42,7 +42,7 @@ class ModuleStructure:
         parts: A hashable key in parts; equal for modules that compute the same, given the same tensors.
         kept_objects: Objects whose ids are in `parts`. They must stay alive, because ids are reused.
         tensors: The tensors, each once.
-        tensor_slots: A dict of attributes, a name in it, and the tensor that it stores, for each such name.
+        slots: For each attribute that stores a tensor, the dict of attributes, the name, and the tensor.
         attribute_dicts: The dicts with attributes, parameters, and buffers of all modules.
     """
 
@@ -104,7 +104,7 @@ class ModuleStructure:
         return self._make_object_key(value)
 
     def _make_object_key(self, value: object) -> object:
-        """Return a key of an object's id and attributes, because the attributes of a configuration may change."""
+        """Return an object's id with keys of its attributes, because the attributes of a configuration may change."""
         self.kept_objects.append(value)
         inner = getattr(value, "__dict__", None)
         if inner is None or isinstance(value, _BY_IDENTITY) or id(value) in self._objects:

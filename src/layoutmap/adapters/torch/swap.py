@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from layoutmap.engines.torch.modules import get_parameters_and_buffers, list_program_gradient_hooks
+from layoutmap.engines.torch.modules import get_parameters_and_buffers, list_gradient_hooks_of_others
 
 GetReplacement = Callable[[Any], Any]
 ReplaceSlot = Callable[[Any, Any], object]
@@ -23,18 +23,18 @@ _ATTRIBUTES_OF_TORCH = {"_is_param", "_is_buffer", "persistent"}
 
 
 def list_user_attributes(tensor: torch.Tensor) -> dict[str, object]:
-    """Return the attributes that a program has set on a tensor."""
+    """Return the attributes that the user's code has set on a tensor."""
     # A detached tensor has the attributes that its class sets on each tensor, so exclude these.
     set_names = set(vars(tensor)) - _ATTRIBUTES_OF_TORCH
     return {name: vars(tensor)[name] for name in set_names - set(vars(tensor.detach()))} if set_names else {}
 
 
 def copy_user_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Copy the attributes and gradient hooks that a program has set on a tensor to its replacement."""
+    """Copy the attributes and gradient hooks that the user's code has set on a tensor to its replacement."""
     for name, value in list_user_attributes(old).items():
         if name not in vars(new):
             setattr(new, name, value)
-    on_gradient, after_accumulation = list_program_gradient_hooks(old)
+    on_gradient, after_accumulation = list_gradient_hooks_of_others(old)
     if new.requires_grad:  # torch allows hooks only on tensors that require gradients
         for hook in on_gradient:
             new.register_hook(hook)  # pyright: ignore[reportUnknownMemberType]
@@ -43,7 +43,7 @@ def copy_user_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def replace_in_module(module: torch.nn.Module, replace: GetReplacement) -> None:
-    """Replace tensors in a module's other attributes than parameters and buffers, and in lists and mappings there.
+    """Replace tensors in a module's attributes and in containers there, except parameters and buffers.
 
     Args:
         module: The module; not those below it.

@@ -33,7 +33,7 @@ def get_class_name(kind: type) -> str:
 
 
 def find_stored_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return a tensor's element type in memory, which is not its `dtype` if it consists of other tensors."""
+    """Return a tensor's element type in memory, which may differ from `dtype` if it consists of other tensors."""
     if isinstance(tensor, DTensor) or not is_composed(tensor):
         return tensor.dtype
     parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ from layoutmap.engines.torch.specs import get_local
 
 
 def patch_libraries() -> None:
-    """Patch transformers, PEFT, and safetensors once they are imported, while sharded tensors exist."""
+    """Patch libraries such as transformers, now or when they are imported, as long as sharded tensors exist."""
     for module in _TOOLS:
         if module in sys.modules:
             install_patches(*_list_module_patches(module))
@@ -66,7 +66,7 @@ class _PatchOnImport(MetaPathFinder):
     """Patch libraries that are imported only after a model is sharded, such as `transformers.Trainer`."""
 
     def install(self) -> None:
-        """Watch imports."""
+        """Start watching imports."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
@@ -78,7 +78,7 @@ class _PatchOnImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that has patches, so that they are installed once the module is executed."""
+        """Return a spec that patches the module once it is executed, or None for a module without patches."""
         if fullname not in _TOOLS:
             return None
         finders = (each for each in sys.meta_path if each is not self)
@@ -108,7 +108,7 @@ def _gather_or_refuse(library: str, tensors: Mapping[str, torch.Tensor]) -> dict
     name = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
     if name is not None and not simulation.is_simulated():
         raise ScopeError(
-            f"{library}: {name} is in a layout of several processes",
+            f"{library}: {name} is sharded over several processes",
             why="this process has only its own shards, and would write only a part of the weight",
             fix="call layoutmap.export(model, directory) in all processes: it writes safetensors, each weight once",
         )
@@ -156,7 +156,7 @@ def _wrap_resize(original: Function) -> Function:
         except EngineError as error:
             raise ScopeError(
                 f"resize_token_embeddings: {type(self).__name__} is sharded",
-                why="a shard of the embeddings was made for their size, and transformers would change it",
+                why="the embeddings were sharded for their present size, and transformers would change it",
                 fix="resize the model before layout_map.apply(model), or in the function that you give to "
                 "layout_map.build",
             ) from error
@@ -190,14 +190,14 @@ def _list_peft_patches() -> Iterator[AttributePatch]:
 
 
 def _list_safetensors_patches() -> Iterator[AttributePatch]:
-    from safetensors import torch as functions  # its package lacks the name while it is imported
+    from safetensors import torch as functions  # the package has no attribute `torch` before this import ends
 
     def wrap_deduplication(original: Function) -> Function:
         def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:
             if simulation.is_simulated():
                 state_dict.update(gather_to_cpu(state_dict))
                 return original(state_dict, **options)
-            # safetensors compares storages, which only shards have. `flatten_as_ptr` below refuses to save shards.
+            # safetensors compares storages, which only shards have, so pass shards. `flatten_as_ptr` refuses them.
             shards = ((n, get_local(t) if isinstance(t, DTensor) else t) for n, t in state_dict.items())
             return original(dict(shards), **options)
 
@@ -247,8 +247,8 @@ def _refuse_wrapping(wrapper: str, module: torch.nn.Module) -> None:
             f"{wrapper}: {type(module).__name__} is sharded already",
             why="it expects a whole model in each process, and a sharded model gathers its weights and reduces its "
             "gradients over all processes itself",
-            fix="leave it out: a loop of your own, Trainer of transformers, accelerate, and Lightning with devices=1 "
-            'do without. A rule such as ("batch", None) with batch_dim="batch" shards weights as fully_shard does',
+            fix="leave it out: your own loop, Trainer of transformers, accelerate, and Lightning with devices=1 "
+            'work without it. A rule such as ("batch", None) with batch_dim="batch" shards weights as fully_shard does',
         )
 
 

@@ -42,7 +42,7 @@ def list_accelerate_patches() -> Iterator[AttributePatch]:
 
     def wrap_prepare(original: Function) -> Function:
         def prepare(self: object, *args: object, **options: object) -> object:
-            _count_one_process_if_shared(*args)  # before accelerate splits a data loader
+            _count_one_process_if_shared(*args)  # must precede accelerate's split of data loaders
             return original(self, *args, **options)
 
         return prepare
@@ -180,7 +180,7 @@ _SINGLE_PROCESS = _SingleProcessPatch()
 
 
 # Each process runs the program of one device, so accelerate must not split its batches (decisions/0215), and
-# own rows are split by the places along the batch dim (decisions/0305).
+# own rows are split by the positions along the batch dim (decisions/0305).
 def _count_one_process_if_shared(*values: object) -> None:
     """Make accelerate count one process if a value is a sharded model that several processes share."""
     contexts = [each for each in map(_find_multiprocess_scope, values) if each is not None]
@@ -243,7 +243,7 @@ def list_trainer_patches() -> Iterator[AttributePatch]:
         def save_checkpoint(self: Any, *args: object, **options: object) -> None:
             original(self, *args, **options)
             if _is_sharded_over_processes(self.model):
-                dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # another process may read it next
+                dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # before another process reads it
 
         return save_checkpoint
 

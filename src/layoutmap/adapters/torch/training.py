@@ -24,7 +24,7 @@ MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(slots=True)
-class Training:
+class TrainingSettings:
     """The loss, optimizer, and number of passes with which one model is trained.
 
     Args:
@@ -32,7 +32,7 @@ class Training:
         make_optimizer: A function that creates the optimizer from the model's parameters.
         optimizer: The optimizer, once it was created.
         num_passes: The number of backward passes whose gradients are added up before a step.
-        num_draws: How many passes have drawn random numbers, each from another seed.
+        num_draws: How many passes have drawn random numbers, each from a different seed.
     """
 
     loss: Loss | None = None
@@ -42,7 +42,7 @@ class Training:
     num_draws: int = 0
 
 
-_trainings: weakref.WeakKeyDictionary[torch.nn.Module, Training] = weakref.WeakKeyDictionary()
+_trainings: weakref.WeakKeyDictionary[torch.nn.Module, TrainingSettings] = weakref.WeakKeyDictionary()
 
 
 # A torch model does not know its loss and optimizer, so this function sets them (decisions/0008).
@@ -67,13 +67,15 @@ def train_with(
         >>> train_with(model, loss=torch.nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e-3))
         Linear(in_features=8, out_features=4, bias=True)
     """
-    _trainings[model] = Training(loss, optimizer, num_passes=num_passes)
+    _trainings[model] = TrainingSettings(loss, optimizer, num_passes=num_passes)
     return model
 
 
-def get_training(model: torch.nn.Module) -> Training:
+def get_training(model: torch.nn.Module) -> TrainingSettings:
     """Return the training settings of a model, which are the defaults if `train_with` was not called."""
-    return _trainings.setdefault(model, Training())  # stored separately, because the model must not change
+    return _trainings.setdefault(
+        model, TrainingSettings()
+    )  # stored separately, because the model must not change
 
 
 def call_model(model: torch.nn.Module, batch: object) -> Any:
@@ -108,15 +110,15 @@ def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
     if own_loss is not None:
         return own_loss
     raise ScopeError(
-        f"{type(model).__name__}: no loss is known for it",
+        f"{type(model).__name__}: the loss of this model is unknown",
         facts={"returns": type(output).__name__},
-        why="it returns neither a single number nor anything called loss",
-        fix="pass one: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
+        why="its output is not a single number, and contains none that is named loss",
+        fix="pass a loss: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...)",
     )
 
 
 def find_scalar_loss(output: object) -> torch.Tensor | None:
-    """Return the scalar that a model returns, alone or as `loss` among others, or None."""
+    """Return the loss in a model's output: the output itself or its `loss`, whichever is a scalar tensor, or None."""
     result = output.get("loss") if is_mapping(output) else getattr(output, "loss", output)
     result = result[0] if is_sequence(result) else result
     if isinstance(result, torch.Tensor) and result.ndim == 0:
@@ -133,9 +135,9 @@ def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     training = get_training(model)
     if training.make_optimizer is None:
         raise ScopeError(
-            f"{type(model).__name__}: it has no optimizer",
-            why="torch models do not have one",
-            fix="pass one: layoutmap.adapters.torch.train_with(model, loss=..., optimizer=...), or use steps=0",
+            f"{type(model).__name__}: the optimizer of this model is unknown",
+            why="a torch model does not contain its optimizer",
+            fix="pass an optimizer: layoutmap.adapters.torch.train_with(model, loss=.., optimizer=..), or use steps=0",
         )
     if training.optimizer is None:
         # Frozen weights have no gradients, so the optimizer does not get them.
@@ -144,7 +146,7 @@ def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def find_optimizer(name: str) -> MakeOptimizer:
-    """Return the `torch.optim` class of a name such as `"adamw"`.
+    """Return the optimizer class in `torch.optim` with this name, such as `"adamw"`, in upper or lower case.
 
     Raises:
         ScopeError: There is none.

@@ -19,7 +19,7 @@ def find_unsupported(tensors: Sequence[tuple[ModelTensor, str]]) -> list[Unsuppo
     """Return the tensors of a scope that cannot be sharded, or only with a warning, with the reasons.
 
     Args:
-        tensors: Each once, and the name of its model.
+        tensors: Pairs of a tensor and the name of its model. Each tensor is listed once.
     """
     return [*_iterate_unsupported_tensors(tensors), *_iterate_shared_tensors(tensors)]
 
@@ -48,7 +48,7 @@ def _iterate_unsupported_tensors(tensors: Sequence[tuple[ModelTensor, str]]) -> 
             yield UnsupportedFeature(
                 model_tensor.path,
                 f"it is a {get_class_name(type(tensor))}, which consists of other tensors",
-                "which of their elements belong to which shard is not known",
+                "it is unknown which of their elements belong to which shard",
                 "lay out the model without it (for torchao: without quantize_), or keep this model on one device",
                 model=model,
             )
@@ -77,7 +77,7 @@ def _iterate_shared_tensors(tensors: Sequence[tuple[ModelTensor, str]]) -> Itera
             yield UnsupportedFeature(
                 model_tensor.path,
                 f"it shares its memory with {its_path}",
-                "they are two tensors, and in layouts each has memory of its own, so they would part in training",
+                "a layout gives each of the two tensors its own memory, so training would make them differ",
                 "let both names hold one and the same parameter: b.weight = a.weight",
                 model=model,
             )

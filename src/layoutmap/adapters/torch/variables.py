@@ -18,8 +18,8 @@ from layoutmap.engines.torch.element_types import to_torch
 class Variable:
     """A parameter, a buffer, or a slot of an optimizer.
 
-    Torch's tensors have an attribute `layout` of their own, which says how memory is used; so the layout is asked of
-    this, or of `layoutmap.dtensor.fetch_layout`.
+    The attribute `layout` of a torch tensor says how its memory is used. So read the layout from this object, or with
+    `layoutmap.dtensor.fetch_layout`.
 
     Args:
         path: Its path.
@@ -69,7 +69,7 @@ class Variable:
     def _check_has_value(self) -> None:
         if not self.has_value or isinstance(self.tensor, FakeTensor):
             raise PlanError(
-                f"{self.path}: it has no values",
+                f"{self.path}: this tensor has no values",
                 why="the model was planned, or its scope failed",
                 fix="build it in a scope, or with layout_map.build",
             )

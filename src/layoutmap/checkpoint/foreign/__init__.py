@@ -42,7 +42,7 @@ def load_export_writer(name: str) -> Callable[..., None]:
     """
     if name not in WRITERS:
         raise CheckpointError(
-            f"format={name!r}: this is not an export format",
+            f"format={name!r} is not an export format",
             why=f"the export formats are {', '.join(WRITERS)}",
             fix="use one of these formats",
         )
@@ -51,7 +51,7 @@ def load_export_writer(name: str) -> Callable[..., None]:
 
 # Files may be malicious, so they are read without their frameworks, and pickles are refused (decisions/0085).
 def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
-    """Open a checkpoint of this library or of another one.
+    """Open a checkpoint of this library, or files of a different library in one of the supported formats.
 
     Args:
         path: The directory of a checkpoint, which may be the URL of an object store; the folder of one of its steps; a

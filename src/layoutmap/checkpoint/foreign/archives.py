@@ -12,7 +12,7 @@ from layoutmap.core.errors import CheckpointError
 
 
 class FileWindow(io.RawIOBase):
-    """Read a byte range of a file as if it were a file.
+    """Read a byte range of a file as if the range were a file of its own.
 
     Args:
         file: The file that contains the range.
@@ -33,7 +33,7 @@ class FileWindow(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Move the read position within the window, and return it."""
+        """Move the read position within the window, and return the new position."""
         self._position = offset + (0, self._position, self.num_bytes)[whence]
         return self._position
 
@@ -51,7 +51,7 @@ class FileWindow(io.RawIOBase):
 
 
 def map_stored_files(window: FileWindow, where: str, fix: str) -> Mapping[str, FileWindow]:
-    """Return a window on each file in an uncompressed archive, by the file's name.
+    """Return a `FileWindow` for each file in an uncompressed archive, by the file's name.
 
     Args:
         window: The archive.

@@ -39,7 +39,7 @@ from layoutmap.core.errors import join_names, shorten_repr
 
 METADATA = ".metadata"
 _FIX = "restore it from a copy, or save it again with torch"
-# Limit for the pickle in front of a tensor's values. A torch.Tensor takes about 200 bytes.
+# Limit for the pickle in front of a tensor's values. The pickle of a dense torch.Tensor has about 200 bytes.
 _MAX_PICKLE_BYTES = 1 << 20
 
 
@@ -52,7 +52,7 @@ class _DcpChunk:
 
 
 class DistributedCheckpoint(Source):
-    """The tensors of a DCP directory.
+    """Read the tensors of a directory of `torch.distributed.checkpoint` (DCP).
 
     Paths are the keys of the saved state dict, joined by dots as in DCP. Values other than tensors are pickles, which
     are skipped.
@@ -114,7 +114,7 @@ class DistributedCheckpoint(Source):
                 *stack_slice_ends([shared_block for _, shared_block in found], len(wanted)), wanted
             )
         ) is not None:
-            what = f"{fault[1] or 'no'} chunks in the metadata have {format_index(fault[0])}"
+            what = f"{fault[1] or 'no'} chunks in the metadata contain {format_index(fault[0])}"
             raise make_torch_error(self.where, f"{path}: values are missing or stored twice", what)
         return found
 
@@ -147,7 +147,7 @@ class DistributedCheckpoint(Source):
             raise make_torch_error(
                 file.path,
                 f"{path}: it is not a dense torch.Tensor",
-                f"its pickle says {shorten_repr(tensor)}",
+                f"its pickle contains {shorten_repr(tensor)}",
             )
         if order is not None and order.read(9) != b"little":
             raise make_torch_error(
@@ -172,7 +172,7 @@ def read_tensor_block(
     file: ByteFile, start: int, tensor: TensorRecord, dtype: np.dtype[Any], index: Index
 ) -> NumpyArray:
     """Return the values of a block of a dense tensor. The tensor's storage begins at offset `start` of the file."""
-    # A transposed tensor is stored with its axes in another order, so read them in that order, then transpose.
+    # A transposed tensor is stored with its axes in a different order, so read them in that order, then transpose.
     order = sorted(range(len(tensor.shape)), key=lambda axis: (-tensor.strides[axis], axis))
     shape = [tensor.shape[axis] for axis in order]
     found = file.read_block(
@@ -212,7 +212,7 @@ def _check_chunk_tensor(
 
 
 def _read_metadata(where: str, metadata: Any) -> tuple[dict[str, SavedVariable], dict[str, list[_DcpChunk]]]:
-    """Return the tensors and the chunks of each tensor, both by path, from the unpickled metadata of a directory."""
+    """Return a pair from a directory's metadata: the tensors, and the chunks of each tensor, both by path."""
     variables: dict[str, SavedVariable] = {}
     chunks: dict[str, list[_DcpChunk]] = {}
     for path, entry in metadata.state_dict_metadata.items():
@@ -244,8 +244,8 @@ def _read_metadata(where: str, metadata: Any) -> tuple[dict[str, SavedVariable],
         if os.path.basename(info.relative_path) != info.relative_path:
             raise make_torch_error(
                 where,
-                f"{index.fqn}: its file is {info.relative_path!r}",
-                "all files of a DCP checkpoint are in its folder",
+                f"{index.fqn}: its file {info.relative_path!r} is not directly in the folder",
+                "DCP writes all files of a checkpoint into one folder",
             )
         sizes = sizes_by_chunk[index.fqn, offsets]
         chunk_block = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))

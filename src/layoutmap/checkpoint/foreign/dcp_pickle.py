@@ -17,7 +17,7 @@ from typing import Any, cast
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
 _MOST_AXES = 64
-_MAX_TUPLE_ELEMENTS = 10_000  # limit for the elements of a tuple, with those of nested tuples
+_MAX_TUPLE_ELEMENTS = 10_000  # limit for the elements of a tuple, including those of nested tuples
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -122,7 +122,7 @@ class TensorUnpickler(pickle.Unpickler):
         self._where = where
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return the inert record or safe function that replaces a class or function, or raise for an unknown name."""
+        """Return the inert record or safe function for a name in the pickle. Raise if the name is unknown."""
         known: dict[tuple[str, str], Any] = {
             ("torch", "Size"): _rebuild_size,
             ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
@@ -139,13 +139,13 @@ class TensorUnpickler(pickle.Unpickler):
             return DtypeRecord(_STORAGES.get(name, ""))
         raise make_torch_error(
             self._where,
-            f"its pickle names {module}.{name}",
+            f"its pickle refers to the unknown name {module}.{name}",
             f"this is not among the names that {self.writer}, and unpickling others can run code",
             fix="load it on a machine where you trust it, and save it as safetensors",
         )
 
     def persistent_load(self, pid: Any, /) -> Any:
-        """Return the kind, the dtype, and the key of a tensor's storage."""
+        """Return three values of a tensor's storage: its kind, its dtype or `None`, and its key in the archive."""
         kind, storage, key, *_ = pid
         if kind != "storage" or not isinstance(storage, DtypeRecord) or not isinstance(key, str):
             raise make_torch_error(
@@ -155,7 +155,7 @@ class TensorUnpickler(pickle.Unpickler):
 
 
 class _DcpUnpickler(TensorUnpickler):
-    """Unpickle tensors and the classes that DCP writes to inert records."""
+    """Unpickle tensors, and the objects of DCP's metadata, to inert records."""
 
     writer = "DCP writes"
 
@@ -210,7 +210,7 @@ def _check_memo_size(data: bytes) -> None:
     """Raise a `ValueError` if a pickle's memo would have more entries than the pickle has bytes."""
     for opcode, number, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= cast("int", number) <= len(data):
-            raise ValueError(f"memo entry {number} in a pickle of only {len(data)} bytes")
+            raise ValueError(f"a pickle of only {len(data)} bytes uses memo entry {number}")
 
 
 def _check_tuple_sizes(data: bytes) -> None:

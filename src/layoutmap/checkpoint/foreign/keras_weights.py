@@ -27,7 +27,7 @@ _MOST_DEPTH = 64
 
 
 class KerasWeights(Source):
-    """The weights of a Keras weight file.
+    """Read the weights of a Keras weight file.
 
     Args:
         path: A file `*.weights.h5`, a file `*.keras` that contains one, or the index `*.weights.json` of several.
@@ -105,7 +105,7 @@ def _iterate_datasets(
         # Two hard links to each of 40 nested groups would give 2^40 paths, so each object is read once.
         if address in seen_addresses or path.count("/") > _MOST_DEPTH:
             raise _make_error(
-                file, f"{path[:200]}: it appears twice or is nested too deep", "a Keras weight file is a tree"
+                file, f"{path[:200]}: it appears twice or is nested too deep", "Keras files are shallow trees"
             )
         seen_addresses.add(address)
         if isinstance(found, h5py.Group):

@@ -28,7 +28,7 @@ _MAX_COMPRESSION = 1 << 16  # limit for array bytes per file byte; zstd reaches 
 
 
 class OrbaxCheckpoint(Source):
-    """The arrays of an orbax directory.
+    """Read the arrays of an orbax directory.
 
     Paths are the keys of the saved tree, joined by dots, without a last key `value`: `d1.kernel.value` of an
     `nnx.State` has the path `d1.kernel`. If a step has several items, each path begins with the name of its item.
@@ -82,7 +82,7 @@ class OrbaxCheckpoint(Source):
                 fix="restore it from a copy, or load another step",
             ) from error
         for keys, value in leaves:
-            if value.get("skip_deserialize"):  # None or an empty dict, which stores no array
+            if value.get("skip_deserialize"):  # skip None and empty dicts, which store no array
                 continue
             name = ".".join(keys)
             path = prefix + ".".join(keys[:-1] if keys[-1:] == ("value",) and len(keys) > 1 else keys)
@@ -107,7 +107,7 @@ class OrbaxCheckpoint(Source):
         else:
             base["path"] = f"{item / name}/"
         spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
-        # orbax writes every chunk, so a missing one must raise. By default, tensorstore would read zeros.
+        # orbax writes every chunk, so a missing chunk must raise. By default, tensorstore would read zeros.
         spec["fill_missing_data_reads"] = False
         tensorstore = import_package("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
         try:
@@ -140,7 +140,7 @@ def _sum_file_sizes(item: Path) -> int:
 
 
 def is_orbax_folder(folder: Path) -> bool:
-    """Return whether a folder is an orbax checkpoint, a step of one, or a folder of such steps."""
+    """Return whether a folder is an orbax checkpoint, a step of a checkpoint, or a folder of steps."""
     return (
         (folder / METADATA).is_file()
         or (folder / _STEP_METADATA).is_file()

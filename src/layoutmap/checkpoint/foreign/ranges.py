@@ -38,7 +38,7 @@ class ByteFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         try:
-            # O_NONBLOCK, because opening a named pipe would block
+            # O_NONBLOCK, because opening a named pipe would block otherwise
             self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise _make_read_error(self.path, error) from error
@@ -101,7 +101,7 @@ class ByteFile:
         if not result.size:
             return result
         parts = [(part.start, part.stop) for part in index]
-        # Find the last axis that the block does not cover fully. Its elements are contiguous from this axis on.
+        # Find the last axis that the block does not cover fully. From there on, the block's elements are contiguous.
         axis = len(shape)
         while axis and (axis == len(shape) or parts[axis] == (0, shape[axis])):
             axis -= 1

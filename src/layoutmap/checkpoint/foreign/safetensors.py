@@ -37,7 +37,7 @@ class _StoredTensor:
 
 
 class Safetensors(Source):
-    """The tensors of one or several safetensors files.
+    """Read the tensors of one or several safetensors files.
 
     Args:
         path: A file `*.safetensors`, an index `*.safetensors.index.json`, or a folder with an index or with files.
@@ -105,7 +105,7 @@ class Safetensors(Source):
             if begin != last:
                 after = f" after {last_name!r}" if last_name else ""
                 what = f"overlaps {last_name!r}" if begin < last else f"leaves a gap{after}"
-                why = f"its values begin at byte {begin} of the data, and those before end at {last}"
+                why = f"its values begin at byte {begin}, and the previous values end at byte {last}"
                 raise _make_error(file, f"tensor {name!r} {what}", why)
             if name in self._tensors:
                 other = self._tensors[name].file.path
@@ -128,7 +128,7 @@ class Safetensors(Source):
 
 
 def _find_files_and_index(path: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Return the files to read, and the weight map of the index if there is one."""
+    """Return a pair: the files to read, and the index's mapping of tensors to files, or `None` if there is no index."""
     if path.is_dir():
         indexes = sorted(path.glob("*" + INDEX))
         one = path / "model.safetensors"
@@ -138,7 +138,7 @@ def _find_files_and_index(path: Path) -> tuple[list[Path], dict[str, str] | None
             raise CheckpointError(
                 f"{path}: the folder has several indexes",
                 facts={"indexes": join_names([each.name for each in indexes])},
-                why="each index belongs to another checkpoint",
+                why="each index belongs to a different checkpoint",
                 fix="name one of these indexes, as in .../" + indexes[0].name,
             )
         if not indexes:
@@ -160,7 +160,9 @@ def _find_files_and_index(path: Path) -> tuple[list[Path], dict[str, str] | None
     for each in files:
         if each.name not in index.values() or each.parent != path.parent:
             raise _make_error(
-                file, f"the index names the file {str(each)!r}", "the files of an index are in its folder"
+                file,
+                f"the index names the file {str(each)!r} outside its folder",
+                "an index is beside its files",
             )
         if not each.is_file():
             count = sum(name == each.name for name in index.values())
@@ -174,7 +176,7 @@ def _find_files_and_index(path: Path) -> tuple[list[Path], dict[str, str] | None
 
 
 def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
-    """Return the offset of the values in a file, and the entries of its header by name."""
+    """Return a pair: the offset of the values in a file, and the entries of the file's header by name."""
     length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
         raise _make_error(
@@ -210,7 +212,7 @@ def _parse_json_object(file: ByteFile, data: bytes, subject: str) -> dict[str, o
 
 
 def _parse_tensor_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
-    """Return the begin and the end of a tensor in the file's data in bytes, and its variable."""
+    """Return three values for a tensor: the begin and the end of its bytes in the file's data, and its variable."""
     try:
         shape: tuple[int, ...] = tuple(entry["shape"])
         (begin, end), code = entry["data_offsets"], entry["dtype"]

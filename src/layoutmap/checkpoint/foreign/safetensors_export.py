@@ -49,7 +49,7 @@ def write_variables(
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with storage.create_file(folder, name) as sink:
             rows = [(v.path, SAFETENSORS[v.dtype], v.shape, v.global_bytes) for v in content]
-            # transformers reads only files with the format entry "pt"
+            # write "pt" for all models, because transformers reads only files with this format entry
             sink.write(encode_safetensors_header("pt", rows))
             for variable in content:
                 for index in _iterate_row_blocks(variable):
@@ -68,7 +68,7 @@ def write_variables(
 def _group_variables_by_file(
     variables: Sequence[SavedVariable], max_bytes: int
 ) -> Iterator[list[SavedVariable]]:
-    """Yield the variables of each file, those with the largest elements first, so that all values are aligned."""
+    """Yield the list of variables for each file, with the largest elements first, so that all values are aligned."""
     found: list[SavedVariable] = []
     size = 0
     for variable in variables:
@@ -91,7 +91,7 @@ def _sort_by_alignment(variables: list[SavedVariable]) -> list[SavedVariable]:
 
 
 def _iterate_row_blocks(variable: SavedVariable) -> Iterator[Index]:
-    """Yield the indices of contiguous blocks of a variable, which are ranges of its first axis."""
+    """Yield the indices of blocks of a variable. A block is a range of the first axis, so it is contiguous."""
     everything = make_full_index(variable.shape)
     if not variable.shape:
         yield everything

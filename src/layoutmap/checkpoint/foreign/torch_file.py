@@ -33,7 +33,7 @@ _FIX = "save the state dict again with torch.save, which has made such archives 
 
 # A pickle can run code, so it may create only inert records of known names (decisions/0085).
 class TorchFile(Source):
-    """The tensors of a file of `torch.save`.
+    """Read the tensors of a file of `torch.save`.
 
     Paths are the keys of its mappings and lists, joined by dots. Values other than tensors are skipped.
 
@@ -94,9 +94,9 @@ class TorchFile(Source):
         if (total := sum(map(_count_tensor_bytes, self._tensors.values()))) > self._file.num_bytes:
             raise make_torch_error(
                 self.where,
-                f"its tensors have {total} bytes",
+                f"its tensors have {total} bytes, more than the file",
                 f"the file has {self._file.num_bytes}, so several tensors are views of the same bytes",
-                fix="save tensor.clone() of each",
+                fix="save tensor.clone() in place of each tensor",
             )
 
     def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
@@ -106,19 +106,20 @@ class TorchFile(Source):
         )
 
     def _find_storage(self, name: str, tensor: TensorRecord, files: Mapping[str, FileWindow]) -> FileWindow:
-        """Return the bytes of a tensor's storage. Raise if they lack values, or if the values are not contiguous."""
+        """Return the bytes of a tensor's storage. Raise if values are missing or not contiguous."""
         data = files.get(f"data/{tensor.storage[2]}")
         if data is None or not tensor.dtype or not is_dense(tensor):
             raise make_torch_error(
                 self.where,
                 f"{name}: its values are missing or not contiguous",
-                f"its storage is {tensor.storage[2]}, its strides {tensor.strides}",
+                f"its storage is {tensor.storage[2]}, and its strides are {tensor.strides}",
                 fix="save tensor.detach().contiguous() instead of the tensor",
             )
         end = (tensor.start + math.prod(tensor.shape)) * get_numpy_dtype(tensor.dtype, name).itemsize
         if end > data.num_bytes:
             raise self._make_error(
-                f"{name}: its values are missing", f"it needs {end} bytes of {data.num_bytes}"
+                f"{name}: its values are missing",
+                f"it needs {end} bytes, but its storage has {data.num_bytes}",
             )
         return data
 
@@ -135,7 +136,7 @@ def _count_tensor_bytes(stored: tuple[TensorRecord, FileWindow]) -> int:
 
 
 def _iterate_tensors(where: str, root: object, max_entries: int) -> Iterator[tuple[str, TensorRecord]]:
-    """Yield the tensors in nested mappings and lists with their paths. Raise if there are more than `max_entries`."""
+    """Yield the path and record of each tensor in nested mappings and lists of at most `max_entries` entries."""
     pending: list[tuple[tuple[str, ...], object]] = [((), root)]
     count = 0
     while pending:

@@ -35,9 +35,9 @@ _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 
 
 @dataclass
-# A fused kernel stores no scores, so a call counts as fused only if the model or the user asks for it (decisions/0165).
+# Fused kernels need less memory, so a call counts as fused only if the model or the user says so (decisions/0165).
 class AttentionCalls:
-    """Numbers of the attention calls of a step, counted while it is traced."""
+    """Numbers of the attention calls in a step, by kind, while it is traced."""
 
     fuses: bool  # whether each call counts as one fused operation, even if the model calls no fused kernel
     num_scored: int = 0  # calls that store their scores
@@ -45,7 +45,7 @@ class AttentionCalls:
 
     @property
     def notes(self) -> list[str]:
-        """Assumptions about fused kernels, in sentences."""
+        """Notes on how attention was counted, in sentences."""
         fused = f"{FUSED_ATTENTION}{', whatever the model calls (fuse_attention)' * self.fuses}"
         return [fused] * bool(self.num_fused) + [SCORED_ATTENTION] * bool(self.num_scored)
 
@@ -55,7 +55,7 @@ _calls: ContextVar[AttentionCalls | None] = ContextVar("layoutmap_traces_attenti
 
 @contextmanager
 def mark_attention_calls(fuses: bool) -> Generator[AttentionCalls]:
-    """Put attention calls of this thread into a named scope until the block ends, and yield their counts."""
+    """Put this thread's attention calls into a named scope until the block ends, and yield their counts."""
     calls = AttentionCalls(fuses)
     token = _calls.set(calls)
     try:
@@ -92,7 +92,7 @@ def _wrap_fused_kernel(original: Callable[..., object]) -> Callable[..., object]
         calls.num_fused += 1
         scale, residual = options["scale"], options.get("return_residual", False)
         return _mark_fused_attention(
-            # The kernel's causal mask and sequence lengths are left out, because the count does not depend on them.
+            # Leave out the kernel's causal mask and sequence lengths, because the cost does not depend on them.
             lambda *given: _ORIGINAL_ATTENTION(*given, None, False, scale, None, None, None, residual),
             query,
             key,
@@ -107,7 +107,7 @@ def _wrap_fused_kernel(original: Callable[..., object]) -> Callable[..., object]
 def _mark_fused_attention(
     function: Callable[..., object], query: Array, key: Array, value: Array, bias: _Bias, mask: _Bias
 ) -> object:
-    """Return the result of attention in the scope of fused operations, recomputed in the backward pass."""
+    """Return the result of attention, computed in the scope of fused operations and recomputed in the backward pass."""
     if mask is not None:
         bias = jnp.where(mask, 0 if bias is None else bias, -jnp.inf).astype(query.dtype)
     with jax.named_scope(FUSED_SCOPE):

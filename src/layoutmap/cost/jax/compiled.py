@@ -1,4 +1,4 @@
-"""Compile a step with XLA for devices that need not exist, to compare with the counted figures."""
+"""Compile or partition a step with XLA for devices that need not exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_SIGNS = 500  # characters of XLA's message to show
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """Step that XLA has compiled: its module, and its memory in bytes per device."""
+    """Step that XLA has compiled: the text of its module, and its memory in bytes per device."""
 
     text: str  # the compiled module
     argument_bytes: int
@@ -31,12 +31,12 @@ class CompiledStep:
 
     @property
     def collectives(self) -> Mapping[CompiledCollective, int]:
-        """Collectives of the compiled module, with the number of calls of each."""
+        """Number of calls of each collective in the compiled module."""
         return parse_collectives(self.text)
 
     @property
     def sent_by_kind(self) -> dict[str, int]:
-        """Bytes that each device sends in a step, as rings send them, by kind of collective."""
+        """Bytes that each device sends in a step with ring algorithms, by kind of collective."""
         found: dict[str, int] = {}
         for each, number in self.collectives.items():
             found[each.kind] = found.get(each.kind, 0) + each.sent_bytes * number
@@ -46,7 +46,7 @@ class CompiledStep:
 def compile_modules(
     modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object] = lambda: None
 ) -> list[CompiledStep]:
-    """Return the steps that XLA compiles from modules for `target`, in separate processes that end with this call."""
+    """Compile modules for `target` in separate processes, which end with this call, and return the compiled steps."""
     chosen = find_target(target)
     answers = _run_compiler_processes(
         f"{__package__}.compiler",
@@ -67,7 +67,7 @@ def _make_compiled_step(
 def partition_modules(
     modules: Sequence[bytes], num_devices: int, on_wait: Callable[[], object] = lambda: None
 ) -> list[str]:
-    """Return each module's text after XLA's partitioner, which runs in processes that end with this call."""
+    """Run XLA's partitioner on modules in separate processes, which end with this call, and return their new texts."""
     requests = [(module, (str(num_devices),)) for module in modules]
     return _run_compiler_processes(
         f"{__package__}.partitioner", requests, ENVIRONMENT, ("cpu", find_target("cpu")), on_wait
@@ -81,7 +81,7 @@ def _run_compiler_processes(
     target: tuple[str, Target],
     on_wait: Callable[[], object],
 ) -> list[str]:
-    """Run `main` of the Python module `name` in a process for each request, and return the answers. All run at once."""
+    """Run `main` of the Python module `name` in one process per request, all at once, and return their answers."""
     with ExitStack() as stack:
         running = [
             stack.enter_context(closing(CompilerProcess(name, arguments, module, environment)))
@@ -108,11 +108,10 @@ def _make_compile_error(name: str, target: Target, code: int, text: str) -> Engi
     }
     if "RESOURCE_EXHAUSTED" in facts["XLA said"]:
         return TooLargeError(
-            f"the step does not fit the memory of {name!r}: XLA does not compile it",
+            f"XLA cannot compile the step for {name!r}: the step does not fit the memory of this device",
             facts=facts,
             why="XLA for TPUs allocates all arrays while it compiles",
-            fix="shard more, use a smaller batch or recompute activations; without verify, the plan "
-            "shows the estimate",
+            fix="shard more, use a smaller batch, or recompute activations; leave verify out for an estimate",
             peak_bytes=_parse_needed_bytes(facts["XLA said"]),
         )
     if -code in (signal.SIGKILL, signal.SIGTERM):
@@ -126,19 +125,21 @@ def _make_compile_error(name: str, target: Target, code: int, text: str) -> Engi
         return EngineError(
             f"XLA's compiler for {name!r} does not work",
             facts={"signal": signal.Signals(-code).name, **facts} if code < 0 else facts,
-            why="it crashed" if code < 0 else "JAX's plugin must be complete and match this jaxlib",
+            why="the compiler crashed"
+            if code < 0
+            else "JAX's plugin is incomplete or does not match this jaxlib",
             fix=f'pip install --upgrade --force-reinstall "layoutmap[{target.extra or "jax"}]"',
         )
     return EngineError(
         f"XLA did not compile the step for {name!r}",
         facts=facts,
-        why="XLA refused the module",
-        fix='compare with target="cpu", and report the model',
+        why="XLA refused the module of the step",
+        fix='try target="cpu", and report this to layoutmap with the model',
     )
 
 
 def _parse_needed_bytes(message: str) -> int:
-    """Return the bytes of the first size in XLA's message, such as 20.45G in "Used 20.45G of 15.75G hbm", or 0."""
+    """Return the first size in a message such as "Used 20.45G of 15.75G hbm" in bytes, or 0 if it has none."""
     found = re.search(r"\b([\d.]+)([KMGT])\b", message)
     return int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2]))) if found else 0
 

@@ -20,14 +20,14 @@ from layoutmap.cost.jax.targets import TARGETS, Target
 
 
 def make_environment(target: Target, num_devices: int) -> dict[str, str]:
-    """Return the environment variables that the compiling process needs besides those of this process."""
+    """Return the environment variables that the compiling process needs in addition to those of this process."""
     # Start only CPU devices, so that accelerators of this machine stay free.
     needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     needed |= dict.fromkeys(("JAX_ENABLE_COMPILATION_CACHE", "JAX_DISABLE_MOST_OPTIMIZATIONS"), "false")
     if target.platform == "cpu":
         return needed | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     if target.platform == "cuda":
-        # Autotuning of Triton tiles needs a GPU, and XLA fails for some shapes without it, so disable Triton.
+        # XLA tunes Triton tiles on a GPU. Without a GPU, it fails for some shapes, so disable Triton.
         return needed | {
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false --xla_dump_to=. --xla_dump_hlo_as_text",
@@ -48,7 +48,7 @@ def _describe_devices(target: Target, num_devices: int) -> list[object]:
         options = {"platform": "cuda", "topology": topology, "target_config": target.config}
         return topologies.get_topology_desc(topology_name="", **options).devices
     sides = target.choose_sides(num_devices)
-    # A host has 2 x 2 chips, but along an odd side only one.
+    # A host has 2 x 2 chips, which do not fit along an odd side, so a host has one chip along that side.
     hosts = [2 - each % 2 for each in sides[:2]]
     return topologies.get_topology_desc(
         platform="tpu",
@@ -100,9 +100,9 @@ def _compile_module(devices: list[Any], module: bytes) -> dict[str, Any]:
     }
 
 
-# XLA cannot stop before code generation, so it runs in a process that exits at that point (decisions/0156).
+# Only XLA's results before code generation are needed, so the process exits once they are written (decisions/0156).
 def main(name: str, num_devices: str) -> None:
-    """Compile the module in the current folder, write the answer to stdout, and end this process."""
+    """Compile the module in the current folder, write the result to stdout, and end this process."""
     with answer_and_exit() as answer:
         try:
             devices = _describe_devices(TARGETS[name], int(num_devices))[: int(num_devices)]

@@ -52,7 +52,7 @@ class CompilerProcess:
             )
 
     def wait_for_result(self, on_wait: Callable[[], object] = lambda: None) -> tuple[int, str, str]:
-        """Return the exit status, the answer, and the stderr output. Waiting calls `on_wait` several times a second."""
+        """Wait for the process, calling `on_wait` meanwhile, and return its exit status, answer, and stderr output."""
         seconds = _FIRST_SECONDS
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -75,10 +75,10 @@ class CompilerProcess:
 
 @contextmanager
 def answer_and_exit() -> Generator[Callable[[str], object]]:
-    """Yield a function that sends the answer to the parent. The process exits with the block or with its parent."""
+    """Yield a function that sends an answer to the parent. This process ends with the block, or with its parent."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)  # redirect prints of plugins away from the answer
+        os.dup2(2, 1)  # plugins print to stdout, so send that to stderr
         once = threading.Lock()
 
         def send_answer(text: str) -> None:
@@ -96,16 +96,16 @@ def answer_and_exit() -> Generator[Callable[[str], object]]:
         except Exception:
             traceback.print_exc()
         sys.stderr.flush()
-    os._exit(status)  # skip Python's shutdown, in which plugins may hang or crash
+    os._exit(status)  # skip Python's shutdown, because plugins may hang or crash in it
 
 
 def answer_from_dump_file(
     answer: Callable[[str], object],
     name: str,
     read: Callable[[Path], str],
-    # XLA cannot stop after a pass, so the process exits as soon as XLA has written the file (decisions/0156).
+    # XLA cannot stop after a pass, so this ends the process once XLA has written the file (decisions/0156).
 ) -> None:
-    """Start a thread that answers once `read` returns the text of the file that XLA writes, and ends the process."""
+    """Start a thread that answers with the text that `read` returns for XLA's file, and then ends the process."""
 
     def wait_for_dump() -> None:
         while True:
@@ -123,7 +123,7 @@ class NoDevicesError(Exception):
 
 
 def _exit_with_parent() -> None:
-    """Wait until stdin closes, because the parent has ended, and then end this process."""
+    """Wait until stdin closes, which means that the parent process has ended, and then end this process."""
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -16,24 +16,24 @@ from layoutmap.cost.table import Collective, PeakTensorKind, Phase
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counted collectives, FLOPs, and bytes of one step on one device."""
+    """Collectives, FLOPs, and bytes of one step on one device."""
 
     # number of calls of each collective; the field `calls` of the keys is 1
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
     flops: Mapping[str, int] = field(default_factory=dict[str, int])  # by element type
     traffic: int = 0
-    # peak bytes besides the arguments, by the order of `compute_both_memories`, layer, and phase
+    # peak bytes without the arguments, by the index of the order in `compute_both_memories`, layer, and phase
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
     # bytes at each peak, by the peak's key and a description of tensors; empty unless requested
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    compiled_bytes: int = 0  # peak besides the arguments by XLA's compiler; 0: unknown
+    compiled_bytes: int = 0  # peak without the arguments, as XLA compiles the step; 0: unknown
     recomputes: bool = False  # whether activations are recomputed outside of loops
 
     def __sub__(self, other: StepCounts) -> StepCounts:
         return self.add_scaled(other, -1)
 
     def add_scaled(self, other: StepCounts, times: int) -> StepCounts:
-        """Return these counts plus `times` times the `other` ones."""
+        """Return these counts plus `times` times the counts of `other`."""
         return StepCounts(
             _add_scaled_values(self.collectives, other.collectives, times),
             _add_scaled_values(self.flops, other.flops, times),
@@ -70,7 +70,7 @@ def count_step(
 
 
 def count_flops(block: Block) -> Mapping[str, int]:
-    """Return the FLOPs of matrix products and convolutions in a step, by the operands' element type."""
+    """Return the FLOPs of matrix products and convolutions in a step, by the element type of their operands."""
     flops = Counter[str]()
     for op, times in iterate_ops_with_run_counts(block):
         if op.flops:
@@ -95,7 +95,7 @@ def _count_collectives(block: Block, causes: CauseFinder) -> Mapping[Collective,
 
 
 def iterate_ops_with_run_counts(block: Block, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Yield all operations, also of loops and branches, each with the number of times that a step runs it."""
+    """Yield each operation, also those in loops and branches, with the number of times that a step runs it."""
     for op in block.ops:
         yield op, times
         for inner in op.blocks:
@@ -141,13 +141,13 @@ class CauseFinder:
                     self._loop_results[id(body.ops[-1]), number] = result
 
     def find_cause(self, op: Op) -> str:
-        """Return the path of the weight that a collective gathers or reduces the gradient of, or else of its layer."""
+        """Return the path of the weight that is gathered or whose gradient is reduced, or else of the layer."""
         if op.name in ("all_reduce", "reduce_scatter"):
             return self._find_updated_weight_path(op.results[0]) or op.layer_path
         return self._find_argument_path(op.operands[0]) or op.layer_path
 
     def describe_value(self, value: Value) -> tuple[PeakTensorKind, str, tuple[int, ...], str]:
-        """Return the kind of a value, the path of its weight or layer, its shape, and its element type."""
+        """Return a value's kind, the path of its weight or layer, its shape, and its element type."""
         if id(value) not in self._described:
             self._described[id(value)] = (*self._classify_value(value), value.shape, value.dtype)
         return self._described[id(value)]
@@ -164,7 +164,7 @@ class CauseFinder:
         return kind, replace_numbers(producer.layer_path)
 
     def _find_argument_path(self, value: Value) -> str:
-        """Return the path of the argument that a value is a copy, cast, slice, or gathering of, or "" without one."""
+        """Return the path of the argument that a value copies, casts, slices, or gathers, or "" if there is none."""
         for _ in range(_MOST_OPS_PASSED):
             if id(value) in self._names:
                 return self._names[id(value)]
@@ -177,14 +177,14 @@ class CauseFinder:
         return ""
 
     def _find_updated_weight_path(self, value: Value) -> str:
-        """Return the path of the weight that is updated with a gradient, or "" if the value reaches no update."""
+        """Return the path of the weight that is updated with a gradient, or "" if no update uses the value."""
         todo, seen = [value], {id(value)}
         for _ in range(_MOST_OPS_PASSED):
             if not todo:
                 return ""
             value = todo.pop(0)
             for op in value.uses:
-                # A sum over axes of size 1, as in the gradient of a bias, changes only the shape, so pass through it.
+                # A sum over axes of size 1, as in the gradient of a bias, changes only the shape, so follow its result.
                 is_sum_of_one = op.name == "reduce" and op.operands[0].size == op.results[0].size
                 if op.name == "return":
                     results = [
@@ -208,7 +208,7 @@ class CauseFinder:
         return op.is_update if self._is_marked else op.name in ("add", "subtract", "multiply")
 
     def _find_combined_variable_path(self, op: Op, gradient: Value) -> str:
-        """Return the path of the variable that an update combines with a gradient, or ""."""
+        """Return the path of the variable that an update combines with a gradient, or "" if there is none."""
         for other in op.operands:
             is_number = other.producer is not None and other.producer.name == "broadcast_in_dim"
             if other is gradient or other.size != gradient.size or is_number:

@@ -18,7 +18,7 @@ def find_equal_blocks(
     layers: Sequence[tuple[str, Any]],
     describe_settings: Callable[[Any], Any],
 ) -> list[list[str]]:
-    """Return each stack of over three equal blocks: paths of the outermost layers with equal weights and settings."""
+    """Return stacks of over three outermost layers with equal weights and settings, each as a list of paths."""
     weights: dict[str, list[object]] = {}
     for spec in variables:
         if spec.parent is None:
@@ -44,7 +44,7 @@ def find_equal_blocks(
 def _group_by_settings(
     paths: Sequence[str], layers: Mapping[str, object], describe_settings: Callable[[object], object]
 ) -> Iterator[list[str]]:
-    """Yield lists of those `paths` where the layers and their inner layers have equal settings."""
+    """Yield lists of `paths` whose layers have equal settings, as have their inner layers."""
     contents: dict[str, list[Any]] = {path: [] for path in paths}
     for path, layer in layers.items():
         parts = path.split(".")
@@ -59,7 +59,7 @@ def _group_by_settings(
 
 
 def describe_attributes(layer: object, excluded: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
-    """Return a layer's attributes, except `excluded`, as values that compare: constants, code, names of classes."""
+    """Return a layer's attributes, except `excluded`, as values that are equal for equal layers."""
     attributes = cast("Mapping[str, Any]", vars(layer))
     found = [(name, _describe_value(value)) for name, value in attributes.items() if name not in excluded]
     return tuple(each for each in found if each[1] is not _ABSENT)
@@ -71,8 +71,8 @@ def _describe_value(value: object, enclosing: tuple[object, ...] = ()) -> object
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, types.FunctionType):  # lambdas share one name
-        if value in enclosing:  # a recursive function, whose code would contain itself
+    if isinstance(value, types.FunctionType):  # use its code, because lambdas share one name
+        if value in enclosing:  # the function is recursive, so return an index instead of describing it again
             return enclosing.index(value)
         by_name = sorted((value.__kwdefaults__ or {}).items())
         captured = (

@@ -1,4 +1,4 @@
-"""Explain a compiled step: its collectives, the work of each device, and the lines of the program that cause them."""
+"""Explain a compiled step: the collectives and the work of each device, by line of the user's code."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from layoutmap.engines.jax.programs import iterate_inner_jaxprs
 
 _OWN_FOLDER = str(Path(layoutmap.__file__).parent)
 _FAIR_RATIO = 1.1
-"""Up to this ratio of a device's work to its share, no problem is reported."""
+"""Largest ratio of a device's work to its share that is not reported as a problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainedCollective:
-    """Equal collectives of a step that one line of the program causes.
+    """Equal collectives of a step that one line of the user's code causes.
 
     Args:
         kind: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"`, or `"permute"`.
@@ -38,7 +38,7 @@ class ExplainedCollective:
         calls: Number of calls in a step.
         shape: Shape of the result of a call on one device.
         sent_bytes: Bytes that each device sends in a step for all calls.
-        line: Line of the program, as `"train.py:31"`; empty if XLA does not say.
+        line: Line of the user's code, as `"train.py:31"`; empty if XLA does not tell it.
         cause: Argument that is gathered, or with which a reduced value is combined; empty if it is not known.
         is_full_gather: Whether each device receives an argument in full.
     """
@@ -55,10 +55,10 @@ class ExplainedCollective:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedProducts:
-    """Matrix products of one line of the program, forward and backward.
+    """Matrix products that one line of the user's code causes, in the forward and the backward pass.
 
     Args:
-        line: Line of the program; empty: all lines, where XLA does not name that of each product.
+        line: Line of the user's code; empty: all lines together, because XLA does not name the line of each product.
         flops: Operations of each device.
         ideal_flops: Operations of all products of the line, divided by the number of devices.
     """
@@ -69,19 +69,19 @@ class ExplainedProducts:
 
     @property
     def ratio(self) -> float:
-        """Work of a device relative to its share: 1.0 is ideal, the number of devices is no sharding at all."""
+        """Work of a device divided by its share: 1.0 if all work is sharded, the number of devices if none is."""
         return self.flops / self.ideal_flops if self.ideal_flops else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class StepExplanation:
-    """Work of each device in a step of `layoutmap.jit_step`, as XLA compiled it.
+    """Work and collectives of each device in a step of `layoutmap.jit_step`, as XLA compiled the step.
 
     Args:
         name: Name of the step.
-        mesh: Its mesh.
-        collectives: Its collectives, the largest first.
-        products: Its matrix products by line, the largest first.
+        mesh: Mesh of the step.
+        collectives: Collectives of the step, the largest first.
+        products: Matrix products of the step by line, the largest first.
         argument_bytes: Bytes of the arguments on a device.
         temporary_bytes: Bytes that the step needs besides its arguments and results.
         recompilations: Reason of each compilation after the first.
@@ -101,7 +101,7 @@ class StepExplanation:
         return sum(each.sent_bytes for each in self.collectives)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures as values for `json.dumps`."""
+        """Return all numbers and texts as a dict for `json.dumps`."""
         return {
             "step": self.name,
             "mesh": dict(zip(self.mesh.dim_names, self.mesh.shape, strict=True)),
@@ -153,7 +153,7 @@ class StepExplanation:
         return "\n".join(lines).rstrip()
 
     def _list_problems(self) -> list[str]:
-        """Return a text for each line of the program with products that several devices repeat."""
+        """Return a text for each line of the user's code whose matrix products are repeated on several devices."""
         why = "so devices repeat each other's work"
         return [
             f"{escape_text(each.line) or 'products'}: each device computes {each.ratio:.1f} times its share, {why}"
@@ -175,7 +175,7 @@ def explain_step(
     mesh: Mesh,
     recompilations: Sequence[str],
 ) -> StepExplanation:
-    """Compile a step, and return the work and the collectives of each device, by line of the program.
+    """Compile a step, and return the work and the collectives of each device by line of the user's code.
 
     Args:
         name: Name of the step.
@@ -203,7 +203,7 @@ def explain_step(
     ideal = Counter[str]()
     _add_product_flops(traced.jaxpr.jaxpr, 1, ideal)
     memory = compiled.memory_analysis()
-    if flops.keys() - ideal.keys():  # XLA dropped some source lines, so compare only the sums
+    if flops.keys() - ideal.keys():  # XLA does not know all source lines, so compare only the sums
         flops, ideal = Counter({"": flops.total()}), Counter({"": ideal.total()})
     products = [
         ExplainedProducts(line, flops[line], ideal[line] / mesh.size) for line in ideal if flops[line]
@@ -235,7 +235,7 @@ def _multiply_calls(collective: ExplainedCollective, calls: int) -> ExplainedCol
 
 
 def _list_argument_positions(text: str, paths: Sequence[str]) -> list[int | None]:
-    """Return the position among the step's arguments for each parameter of the module. JAX drops unused arguments."""
+    """Return each parameter's position among the step's arguments, some of which JAX drops, or None if unknown."""
     entry, numbers = text[text.index("\nENTRY ") :], {path: n for n, path in enumerate(paths)}
     found: dict[int, int | None] = {}
     for line in entry.splitlines():
@@ -248,7 +248,7 @@ def _list_argument_positions(text: str, paths: Sequence[str]) -> list[int | None
 
 
 class _LineFinder:
-    """Function that finds an operation's line of the program, in the tables of stack frames of a module's text."""
+    """Function that finds an operation's line of the user's code in the stack frames of a module's text."""
 
     def __init__(self, text: str) -> None:
         self._tables: dict[str, dict[int, str]] = {}
@@ -258,7 +258,7 @@ class _LineFinder:
             self._tables[name] = {int(number): row for number, row in rows}
 
     def __call__(self, op: Op) -> str:
-        """Return the innermost line of the user's code that made an operation, as "train.py:31", or ""."""
+        """Return the innermost line of the user's code that caused an operation, as "train.py:31", or ""."""
         file, line = (re.search(rf'{key}="?([^"\s]+)', op.metadata) for key in ("source_file", "source_line"))
         if file and line:
             return _format_line(file[1], int(line[1]))
@@ -290,7 +290,7 @@ def _format_line(file: str, line: int) -> str:
 
 
 def _add_product_flops(jaxpr: Jaxpr, times: int, flops: Counter[str]) -> None:
-    """Add the FLOPs of all matrix products of a program, which runs `times` times, to `flops` by line."""
+    """Add the FLOPs of all matrix products in a jaxpr that runs `times` times to `flops`, by the user's line."""
     for eqn in jaxpr.eqns:
         params: Any = eqn.params
         if eqn.primitive.name == "dot_general":
@@ -304,7 +304,7 @@ def _add_product_flops(jaxpr: Jaxpr, times: int, flops: Counter[str]) -> None:
 
 
 def _find_equation_line(eqn: Any) -> str:
-    """Return the innermost line of the user's code that made an equation, as "train.py:31", or ""."""
+    """Return the innermost line of the user's code that caused an equation, as "train.py:31", or ""."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if _is_user_file(frame.file_name):

@@ -30,7 +30,7 @@ _EXPLICIT_WORDS = re.compile(
 
 
 def is_sharding_refusal(error: Exception) -> bool:
-    """Return whether an exception of JAX means that it refuses an operation because of its operands' shardings.
+    """Return whether an exception means that JAX refuses an operation because of the shardings of its operands.
 
     Loops and branches raise a `TypeError` for carries and results, gradients of gathers, constraints, and `vmap` a
     `ValueError`, and constraints of arrays on explicit axes alone an `AssertionError`.
@@ -43,9 +43,9 @@ def is_sharding_refusal(error: Exception) -> bool:
 
 @contextmanager
 def explain_refused_sharding(name: str) -> Generator[None]:
-    """Raise a `ShardingRefusedError` for the first operation that JAX refuses under explicit axes while open."""
+    """Convert JAX's refusal of an operation under explicit axes to a `ShardingRefusedError`, until the block ends."""
     before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
-    jax.config.update("jax_traceback_filtering", "off")  # so that operands can be read in JAX's frames
+    jax.config.update("jax_traceback_filtering", "off")  # keep JAX's frames, which have operands
     try:
         yield
     except Exception as error:
@@ -61,7 +61,7 @@ def _make_refusal_error(name: str, error: Exception) -> ShardingRefusedError:
     operands, spec = _read_rule_operands(error)
     facts = {"line": line} | ({"operands": operands} if operands else {})
     return ShardingRefusedError(
-        f"{name}: JAX cannot tell the sharding of an operation's result",
+        f"{name}: JAX cannot determine the sharding of an operation's result",
         facts=facts,
         why=_shorten_reason(str(error)),
         fix=_write_fix(error, spec),
@@ -69,7 +69,7 @@ def _make_refusal_error(name: str, error: Exception) -> ShardingRefusedError:
 
 
 def _write_fix(error: Exception, spec: PartitionSpec | None) -> str:
-    """Return the text of a fix: a reshard for a constraint or a `vmap`, and otherwise also an `out_sharding`."""
+    """Return a fix for the refused operation: a reshard, a change of rules, or an `out_sharding`."""
     if constrained := _find_constrained_spec(error):
         return f"write jax.sharding.reshard(x, jax.{constrained}) instead of the constraint, then plan again"
     reshard = "jax.sharding.reshard(x, jax.P(..)); then plan again"
@@ -82,7 +82,7 @@ def _write_fix(error: Exception, spec: PartitionSpec | None) -> str:
 
 
 def _find_constrained_spec(error: Exception) -> PartitionSpec | None:
-    """Return the spec that `with_sharding_constraint` has refused, with its explicit dims only, or None without one."""
+    """Return the spec that `with_sharding_constraint` refused, with explicit dims only, or None for other functions."""
     if "with_sharding_constraint" not in str(error):
         return None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -95,14 +95,14 @@ def _find_constrained_spec(error: Exception) -> PartitionSpec | None:
 
 
 def _shorten_reason(text: str) -> str:
-    """Return the first line of JAX's message. If it has no types of arrays, append the first line that has."""
+    """Return the first line of JAX's message. If it shows no sharded type, append the first line that does."""
     first, *rest = (" ".join(line.split()) for line in text.splitlines() if line.strip())
     more = [] if _SHARDED_TYPE.search(first) else [line for line in rest if _SHARDED_TYPE.search(line)]
     return " ".join([first, *more[:1]])
 
 
 def _find_user_line(error: BaseException) -> str:
-    """Return the innermost line of the user's code as text: the file, the line number, and the code.
+    """Return the innermost line of the user's code in an error's tracebacks: the file, the line number, and the code.
 
     Gradients of functions that JAX itself compiles have no such line, so the text names the function.
     """
@@ -122,7 +122,7 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _read_rule_operands(error: BaseException) -> tuple[str, PartitionSpec | None]:
-    """Return the operands of JAX's innermost sharding rule as text, and its result's spec, or None if it is unknown."""
+    """Return the operands of JAX's innermost sharding rule as text, and its result's spec, or None if unknown."""
     found: tuple[str, Mapping[str, Any]] | None = None
     for each in _iterate_causes(error):
         for frame, _ in traceback.walk_tb(each.__traceback__):
@@ -148,7 +148,7 @@ def _has_spec(value: Any) -> bool:
 
 
 def _find_product_spec(lhs: Any, rhs: Any, dimension_numbers: Any) -> PartitionSpec:
-    """Return the spec of a product's result: those of its operands, without the axes that are summed."""
+    """Return the spec of the result of a matrix product: the specs of its operands, without those of summed axes."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     specs = [lhs.sharding.spec[axis] for axis in lhs_batch]
     for operand, others in ((lhs, (*lhs_summed, *lhs_batch)), (rhs, (*rhs_summed, *rhs_batch))):
@@ -157,7 +157,7 @@ def _find_product_spec(lhs: Any, rhs: Any, dimension_numbers: Any) -> PartitionS
 
 
 def _make_spec(specs: Iterable[Any], excluded_dims: Iterable[str] = ()) -> PartitionSpec:
-    """Return a spec with these entries, each without the mesh dims of earlier entries and the excluded dims."""
+    """Return a spec with these entries. Leave out the excluded dims, and each mesh dim that an earlier entry has."""
     used = set(excluded_dims)
     out: list[Any] = []
     for spec in specs:

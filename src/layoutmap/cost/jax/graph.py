@@ -16,7 +16,7 @@ FUSED_SCOPE = "layoutmap_fused"
 """Scope in the names of operations that one fused kernel computes, such as attention without scores in memory."""
 
 Origin = tuple[str, bool, bool, bool]
-"""Origin of an operation: the path of its layer, and whether it is of the backward pass, of an update, and fused."""
+"""Origin of an operation: the path of its layer, and whether it is of the backward pass, of an update, or fused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class Value:
     shape: tuple[int, ...]  # on one device
     dtype: str  # for example "bfloat16"
     producer: Op | None = None  # None: an argument of its block
-    index: int = 0  # among the results of its maker or the arguments of its block
+    index: int = 0  # position among the results of `producer`, or among the arguments of the block
     uses: list[Op] = field(default_factory=list["Op"])  # operations that read it
 
     @property
@@ -59,8 +59,10 @@ class Op:
     flops: int = 0  # of a matrix product or a convolution
     key: Any = None  # operations with equal keys and operands have equal results; None: never merged
     metadata: str = ""
-    """XLA's metadata: the operation's name in the program, and its source line."""
-    function: str = ""  # composite function, such as "erfc", whose part the operation is
+    """XLA's metadata: the operation's name in the traced function, and its source line."""
+    function: str = (
+        ""  # function, such as "erfc", that XLA computes by several operations with this one among them
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -87,13 +89,13 @@ BARRIER = "optimization_barrier"  # operation that returns all its operands unch
 
 
 def get_source_operand(result: Value) -> Value:
-    """Return the operand that a result is made of: of a barrier, the unchanged one, and otherwise the first."""
+    """Return the operand that a result is made from: the same value for a barrier, and otherwise the first operand."""
     assert result.producer is not None
     return result.producer.operands[result.index if result.producer.name == BARRIER else 0]
 
 
 def get_derived_results(op: Op, operand: Value) -> Sequence[Value]:
-    """Return the results that are made of an operand: of a barrier, the unchanged one, and otherwise all."""
+    """Return the results that are made from an operand: the same values for a barrier, and otherwise all results."""
     if op.name != BARRIER:
         return op.results
     return [result for result, each in zip(op.results, op.operands, strict=True) if each is operand]
@@ -114,7 +116,7 @@ def detach_from_operands(op: Op) -> None:
 
 
 def remove_unused_operations(block: Block) -> None:
-    """Remove the operations of a block without used results, except returns and custom calls."""
+    """Remove the operations of a block whose results are not used, except returns and custom calls."""
     kept: list[Op] = []
     for op in reversed(block.ops):
         if op.name in ("return", "custom_call"):
@@ -130,6 +132,6 @@ def remove_unused_operations(block: Block) -> None:
 
 
 def parse_op_origin(name: str) -> Origin:
-    """Return the origin of an operation from its name, in which JAX lists scopes and transformations."""
+    """Return the origin of an operation, parsed from its name. JAX lists scopes and transformations there."""
     layer_path = re.findall(LAYER + r"([^/()]*)", name)
     return (layer_path[-1] if layer_path else ""), "transpose(" in name, UPDATE in name, FUSED_SCOPE in name

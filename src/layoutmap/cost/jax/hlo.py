@@ -40,7 +40,7 @@ _DTYPES = {"pred": "bool", "bf16": "bfloat16", "c64": "complex64", "c128": "comp
 
 
 class Instruction(NamedTuple):
-    """Line of a computation: `%name = shape opcode(arguments), attributes`. `arguments` has all after the bracket."""
+    """Line `%name = shape opcode(arguments), attributes`. `arguments` is all text after the first parenthesis."""
 
     name: str
     shape: str
@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledCollective:
-    """Collective in a compiled step: its kind, its number of devices, and its size."""
+    """Collective in a compiled step, described by its kind, its number of devices, and its size."""
 
     kind: str
     group: int  # number of devices that exchange
@@ -66,7 +66,7 @@ class CompiledCollective:
 
 
 def parse_collectives(text: str) -> Mapping[CompiledCollective, int]:
-    """Return the collectives of a compiled module, with the number of calls of each in a step."""
+    """Return the number of calls of each collective in a step, from the text of a compiled module."""
     bodies, entry = parse_computations(text)
     counts = Counter[CompiledCollective]()
     _add_collectives(bodies, entry, 1, counts, set(), _count_devices(text))
@@ -74,7 +74,7 @@ def parse_collectives(text: str) -> Mapping[CompiledCollective, int]:
 
 
 def parse_computations(text: str) -> tuple[Mapping[str, list[Instruction]], str]:
-    """Return the instructions of each computation by its name, with the root last, and the entry computation's name."""
+    """Return each computation's instructions by name, with its root last, and the name of the entry computation."""
     bodies: dict[str, list[Instruction]] = {}
     roots: dict[str, Instruction] = {}
     entry = name = ""
@@ -88,7 +88,7 @@ def parse_computations(text: str) -> tuple[Mapping[str, list[Instruction]], str]
             bodies[name].append(Instruction(*instruction.groups()))
             if line.lstrip().startswith("ROOT "):
                 roots[name] = bodies[name][-1]
-    for name, root in roots.items():  # a scheduled module may have the root anywhere, so move it to the end
+    for name, root in roots.items():  # the root of a scheduled module may be anywhere, so move it to the end
         bodies[name].remove(root)
         bodies[name].append(root)
     return bodies, entry
@@ -102,7 +102,7 @@ def _add_collectives(
     chains: set[str],
     num_devices: int,
 ) -> None:
-    """Add the collectives of a computation to `counts`, each `times` times. Of a chain, only the first is added."""
+    """Add the collectives of a computation to `counts`, `times` times. A chain of fusions counts as one collective."""
     for _, shape, opcode, arguments in computations.get(name, ()):
         if opcode == "while":
             trips = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', arguments)
@@ -118,12 +118,12 @@ def _add_collectives(
         elif (kind := COLLECTIVE_KINDS.get(opcode.removesuffix("-start"))) is not None:
             pairs = list_permute_pairs(arguments) if "source_target_pairs=" in arguments else [(0, 1)]
             if kind == "permute" and all(source == target for source, target in pairs):
-                continue  # a permute of each device to itself sends nothing
+                continue  # skip a permute in which each device sends only to itself
             if chain := re.search(r'chain_id="\d+"', arguments):
                 if chain[0] in chains:
                     continue
                 chains.add(chain[0])
-            # Permutes have pairs instead of replica_groups, so each exchange has two devices.
+            # A permute has pairs of devices instead of replica_groups, so its group has two devices.
             group_size = 2 if kind == "permute" else len(find_first_device_group(arguments, num_devices))
             done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
             for tensor_bytes in _list_tensor_sizes(kind, shape, group_size, opcode.endswith("-start")):
@@ -131,23 +131,23 @@ def _add_collectives(
 
 
 def list_permute_pairs(attributes: str) -> list[tuple[int, int]]:
-    """Return the pairs of source and target devices of a permute, or no pairs for another operation."""
+    """Return the pairs of source and target devices of a permute, or an empty list for all other operations."""
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     found = re.findall(r"(\d+),(\d+)", pairs[1]) if pairs else []
     return [(int(source), int(target)) for source, target in found]
 
 
 def _list_tensor_sizes(kind: str, shape: str, group_size: int, is_started: bool) -> list[int]:
-    """Return the bytes of each tensor that a collective exchanges: of its operand or result, the larger one."""
+    """Return the bytes of each tensor that a collective exchanges: of its operand or result, whichever is larger."""
     shapes = SHAPE.findall(shape)
-    # On TPUs, a started collective also returns numbers for synchronization, so skip these.
+    # On TPUs, a started collective also returns numbers for synchronization, which are not exchanged, so skip them.
     sizes = [_compute_num_bytes(*each) for each in shapes if not is_started or each != ("u32", "")]
-    if is_started and kind != "all_reduce" and len(sizes) > 1:  # operands and results
+    if is_started and kind != "all_reduce" and len(sizes) > 1:  # operands, and then results
         half = len(sizes) // 2
         sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
     elif kind == "reduce_scatter":
         sizes = [size * group_size for size in sizes]
-    return [sum(sizes)] if kind == "all_to_all" else sizes  # a tuple of a part per device
+    return [sum(sizes)] if kind == "all_to_all" else sizes  # a tuple has one part per device
 
 
 def _compute_num_bytes(dtype: str, sizes: str) -> int:
@@ -155,7 +155,7 @@ def _compute_num_bytes(dtype: str, sizes: str) -> int:
 
 
 def find_inner_computations(attributes: str) -> list[str]:
-    """Return the names of the computations that an operation runs, a loop's condition first."""
+    """Return the names of the computations that an operation runs. The condition of a loop comes first."""
     found = ", ".join(one or several for one, several in _INNER.findall(attributes))
     return [name.removeprefix("%") for name in found.split(", ") if name]
 
@@ -167,7 +167,7 @@ _INNER = re.compile(
 
 
 def convert_dtype_name(name: str) -> str:
-    """Return numpy's name of an XLA element type.
+    """Return numpy's name for one of XLA's element types.
 
     Example:
         >>> convert_dtype_name("f32"), convert_dtype_name("pred"), convert_dtype_name("f8e4m3fn")
@@ -189,7 +189,7 @@ _IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"  # iota device list: numbers from 0, a
 
 
 def find_first_device_group(attributes: str, num_devices: int) -> np.ndarray:
-    """Return the devices of a collective's first group, from attributes in any of XLA's notations."""
+    """Return the devices of the first group of a collective, parsed from its attributes in any of XLA's notations."""
     if found := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", attributes):
         return _parse_iota_devices(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
     if found := re.search(
@@ -214,14 +214,14 @@ def find_first_device_group(attributes: str, num_devices: int) -> np.ndarray:
 
 
 def _parse_iota_devices(sizes: str, order: str | None) -> np.ndarray:
-    """Return devices in the order of XLA's iota notation. `[16,4]T(1,0)` has sizes "16,4" and order "1,0"."""
+    """Return a list of devices from XLA's iota notation. `[16,4]T(1,0)` has the sizes "16,4" and the order "1,0"."""
     shape = [int(n) for n in sizes.split(",")]
     axes = [int(n) for n in order.split(",")] if order else range(len(shape))
     return np.arange(math.prod(shape)).reshape(shape).transpose(axes).ravel()
 
 
 def _count_loop_trips(condition: list[Instruction], body: list[Instruction]) -> int:
-    """Return the number of iterations of a loop, from the limit and the increment of its counter."""
+    """Return the number of iterations of a loop, computed from the limit and the increment of its counter."""
     limits = [
         int(each.arguments.partition(")")[0])
         for each in condition

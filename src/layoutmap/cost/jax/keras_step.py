@@ -42,7 +42,7 @@ _RECOMPUTE = (
 def describe_step(
     session: KerasSession, model: Any, inputs: object, optimizer: object, loss: Loss | None
 ) -> TrainingStep:
-    """Return the training step of a Keras model from a dry run, which has set `optimizer` on the model."""
+    """Return the training step of a Keras model from a dry run, which has already set `optimizer` on the model."""
     entries = [entry for entry in describe_variables(session.registry) if entry.spec.kind is not Kind.METRIC]
     layers = _list_layers(session)
     x, tree = jax.tree.flatten(inputs)
@@ -88,7 +88,7 @@ class _CountedStep:
         self._trained = {id(variable) for variable in model.trainable_variables}
 
     def make_targets(self, batch: Sequence[BatchArray]) -> object:
-        """Return shapes and types of targets for the loss of `compile`, in the structure of the model's outputs."""
+        """Return targets for the compiled loss, as shapes and types in the structure of the model's outputs."""
 
         def compute_outputs(values: Sequence[object], inputs: Sequence[object]) -> object:
             with keras.StatelessScope(
@@ -103,7 +103,7 @@ class _CountedStep:
         return tree.unflatten(map(self._make_target, leaves, self._list_output_losses(found, len(leaves))))
 
     def _list_output_losses(self, outputs: object, num_outputs: int) -> Sequence[object]:
-        """Return the loss of each of `num_outputs` outputs, or None for outputs without one."""
+        """Return the loss of each of `num_outputs` outputs, or None for an output that a dict of losses lacks."""
         loss: object = self._model.loss
         if isinstance(loss, Mapping):
             is_named = isinstance(outputs, Mapping)
@@ -124,7 +124,7 @@ class _CountedStep:
     def compute_new_values(
         self, tracer: StepTracer, values: Mapping[Key, object], batch: Sequence[object]
     ) -> Mapping[Key, Any]:
-        """Return the values of the variables after a step, and the loss under the key `("", "loss")`."""
+        """Return the values of the variables after a step. The loss of the step has the key `("", "loss")`."""
         variables = {e.spec.key: e.variable for e in self._entries if e.spec.key in values}
         trained = [key for key, variable in variables.items() if id(variable) in self._trained]
         frozen = [key for key in variables if key not in set(trained)]
@@ -148,11 +148,11 @@ class _CountedStep:
             )
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
         if self.optimizer is None:
-            with tracer.open_optimizer_update():
+            with tracer.mark_optimizer_update():
                 new = (values[key] - gradient for key, gradient in zip(trained, gradients, strict=True))
                 return after | dict(zip(trained, new, strict=True))
         with (
-            tracer.open_optimizer_update(),
+            tracer.mark_optimizer_update(),
             keras.StatelessScope(state_mapping=[(variables[k], after[k]) for k in variables]) as scope,
         ):
             self.optimizer.apply(gradients, [variables[key] for key in trained])
@@ -179,7 +179,7 @@ def _format_path(path: tuple[object, ...]) -> str:
 
 @contextmanager
 def _report_layer_calls(tracer: StepTracer, layers: Layers, state: Sequence[object]) -> Generator[None]:
-    """Report each call of a layer to a tracer until the block ends, under its path in `layers`."""
+    """Replace the `call` of layers until the block ends, so that the tracer gets each call and the layer's path."""
     before: list[tuple[keras.Layer, object]] = []
     try:
         for path, layer in layers:
@@ -209,7 +209,7 @@ def _make_reporting_call(tracer: StepTracer, path: str, original: Call, state: S
 
 
 def _make_recomputing_call(original: Call, state: Sequence[object]) -> Call:
-    """Return a layer's call that stores only its input for the backward pass, and recomputes the rest.
+    """Return a layer's call that stores only its input for the backward pass, and recomputes all other values.
 
     Keras's own remat is not used: it traces all arguments, but layers need the value of `training`.
     """
@@ -229,7 +229,7 @@ def _make_recomputing_call(original: Call, state: Sequence[object]) -> Call:
             changed[:] = [variable for variable, _ in pairs]
             after, losses = [scope.get_current_value(v) for v in changed], scope.losses[num_losses:]
             del scope.losses[num_losses:]
-            for pair in pairs:  # restore the old values, because the new ones are tracers of `jax.checkpoint`
+            for pair in pairs:  # restore old values, because tracers must not leave `jax.checkpoint`
                 scope.add_update(pair)
             return found, after, losses
 
@@ -243,7 +243,7 @@ def _make_recomputing_call(original: Call, state: Sequence[object]) -> Call:
 
 
 def _allow_required_kernels(original: Call) -> Call:
-    """Return a replacement of Keras's check for a fused kernel: it allows one only if a layer requires it."""
+    """Return a replacement of Keras's check for a fused kernel, which allows a kernel only if a layer requires it."""
 
     @functools.wraps(original)
     def can_use(*args: object, raise_error: bool = False, **kwargs: object) -> bool:
@@ -253,7 +253,7 @@ def _allow_required_kernels(original: Call) -> Call:
 
 
 class _JaxWithoutDevices:
-    """Module `jax` for Keras's attention without real devices, because asking for them would start a backend."""
+    """Module `jax` for Keras's attention, without real devices, because asking for these would start a backend."""
 
     def __init__(self, original: object):
         self._original = original
@@ -278,7 +278,7 @@ _PATCHES = Patches(
 
 
 def _list_layers(session: KerasSession) -> list[tuple[str, keras.Layer]]:
-    """Return each layer with the path by which rules for activations match it: the first of its paths."""
+    """Return each layer with its first path, by which rules for activations match the layer."""
     found: dict[int, tuple[str, keras.Layer]] = {}
     for path, layer in list_layer_paths(session.registry.list_layers()):
         found.setdefault(id(layer), (path, layer))
@@ -286,7 +286,7 @@ def _list_layers(session: KerasSession) -> list[tuple[str, keras.Layer]]:
 
 
 def _describe_settings(layer: keras.Layer) -> object:
-    """Return a layer's dtypes and attributes, which equal layers share. `get_config` fails for layers of KerasHub."""
+    """Return a layer's dtypes and attributes, for comparison, because `get_config` fails for layers of KerasHub."""
     policy = layer.dtype_policy
     return policy.compute_dtype, policy.variable_dtype, describe_attributes(layer, _NAMES)
 

@@ -1,6 +1,6 @@
-"""Lower a JAX training step once without layouts, and count it in any layouts.
+"""Lower a JAX training step once without layouts, and compute its cost in any layouts.
 
-The file is longer than others because tracing, counting, and compiling share a few private classes.
+The file is longer than others, because tracing, counting, and compiling share a few private classes.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from layoutmap.engines.jax.corrections import correct_lowering_without_devices
 from layoutmap.engines.jax.devices import make_partition_spec
 from layoutmap.engines.jax.programs import leave_program_context
 
-_KEPT = 2  # always count the first and the last of equal blocks
+_KEPT = 2  # of equal blocks, always trace the first and the last one
 
 
-# Tracing equal blocks is slow, so steps with two and three are counted, and others extrapolated (decisions/0156).
+# Tracing blocks is slow, so of equal blocks only two and three are traced, and costs are extrapolated (decisions/0156).
 class StepCounter:
-    """Training step on JAX that is traced once without layouts, and then counted quickly in any layouts.
+    """Training step on JAX that is traced once without layouts, so that its cost in any layouts is quick to compute.
 
     Of each stack of equal blocks, two and three are traced, and the third one's cost is added for each further block.
     If layouts differ within a stack, all of its blocks are traced. `remat` selects layers that recompute activations:
@@ -60,7 +60,7 @@ class StepCounter:
         self._fuses = fuse_attention
         self._recomputes = _make_remat_predicate(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        # The key has the skipped blocks, and the layouts if the program depends on them.
+        # The key has the skipped blocks, and the layouts if the traced step depends on them.
         self._modules: dict[tuple[frozenset[str], Hashable], _LoweredModule] = {}
         self._needs_mesh = False  # whether the step's own code names mesh dims
         self._compiled: dict[tuple[bytes, int, str], CompiledStep] = {}  # by module hash, devices, target
@@ -75,12 +75,12 @@ class StepCounter:
         target: str | None = None,
         on_wait: Callable[[], object] = lambda: None,
     ) -> StepCost:
-        """Return the cost of a step, counted from XLA's partitioner, or with `target` from XLA's compiler for it."""
+        """Return the cost of a step, from the output of XLA's partitioner, or with `target` of XLA's compiler."""
         if target and find_target(target).chip:
             raise EngineError(
-                f"the cost of a step cannot be taken from XLA's compiler for {target!r}",
+                f"the cost of a step cannot be computed with XLA's compiler for {target!r}",
                 why="XLA for TPUs computes parts of collectives inside fusions, where they cannot be counted",
-                fix=f"leave target out, or print verify(.., target={target!r})",
+                fix=f"leave target out, or compare with print(lowered.verify(.., target={target!r}))",
             )
         layouts = {a.variable.key: a.layout for a in assignments}
         counts = self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
@@ -91,7 +91,7 @@ class StepCounter:
             )
             for each in self._step.batch
         ]
-        # Weights are in use during the whole step, so they count in device memory; a slot is used only by its update.
+        # Weights in host memory count, because the whole step uses them. Slots there do not, as only the update does.
         arguments = sum(
             a.device_bytes if a.variable.kind is Kind.SLOT else a.shard_bytes for a in (*assignments, *batch)
         )
@@ -104,7 +104,7 @@ class StepCounter:
         held = _find_peak_tensors(counts)
         if target:
             peaks = [counts.compiled_bytes]
-            # The compiled peak replaces the estimate, so list only the largest tensors that fit into it.
+            # The compiled peak may be below the estimated one, so list only the largest tensors that fit into it.
             sums = itertools.accumulate(each.num_bytes for each in held)
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
@@ -125,14 +125,14 @@ class StepCounter:
 
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the first array that each layer returns, by path, for the layers traced so far."""
+        """Shape of the first array that each layer returns, by path, for the layers that were already traced."""
         traced = {p: s[0] for module in self._modules.values() for p, s in module.outputs.items() if s}
         equal = {p: traced[stack[0]] for stack in self._step.blocks for p in stack if stack[0] in traced}
         return {**equal, **traced}
 
     @property
     def fingerprint(self) -> str:
-        """Hash that is equal for equal steps of which equal parts were counted."""
+        """Hash that is equal for equal steps, if the same parts of both were traced."""
         parts = [*map(repr, (self._step.variables, self._step.batch, self._step.blocks))]
         parts += sorted(str(module.module) for module in self._modules.values())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -156,7 +156,7 @@ class StepCounter:
             index = next(n for n, stack in enumerate(self._step.blocks) if error.path in stack)
             self._unequal_stacks.add(index)
             return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
-        # Tracing reveals inner layers of blocks. If their rules make a stack unequal, count again without it.
+        # Tracing finds the layers inside blocks. If their rules make blocks unequal, compute the counts again.
         if self._find_equal_stack_indices(layouts, policy) != equal:
             return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
         given = [shardy.serialize_module(self._add_layouts(each, layouts, policy)) for each in modules]
@@ -164,7 +164,7 @@ class StepCounter:
         size = policy.mesh.size
         compiled = self._compile_new_modules(given, size, target, on_wait) if target else [None] * len(given)
         low, *high = (
-            self._count_partitioned(text, each, policy, with_peak_tensors, of)
+            self._count_partitioned_module(text, each, policy, with_peak_tensors, of)
             for text, each, of in zip(texts, modules, compiled, strict=True)
         )
         total = low
@@ -174,11 +174,11 @@ class StepCounter:
         return replace(total, peaks=peaks)
 
     def _map_skipped_to_first(self, num_kept: Mapping[int, int]) -> dict[str, str]:
-        """Map each skipped block's path to the first one of its stack. `num_kept` counts the others by stack index."""
+        """Map each skipped block to the first block of its stack. `num_kept` blocks of a stack are not skipped."""
         blocks = self._step.blocks
         return {path: blocks[n][0] for n, number in num_kept.items() for path in blocks[n][number - 1 : -1]}
 
-    def _count_partitioned(
+    def _count_partitioned_module(
         self,
         text: str,
         lowered: _LoweredModule,
@@ -204,7 +204,7 @@ class StepCounter:
         )
 
     def _find_equal_stack_indices(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
-        """Return the indices of the stacks where all blocks have equal layouts, and therefore equal costs."""
+        """Return the indices of the stacks in which all blocks have equal layouts, and therefore equal costs."""
         contents: dict[str, list[object]] = {path: [] for stack in self._step.blocks for path in stack}
         for variable in self._step.variables:
             if (block := _find_block_path(variable, contents)) is not None:
@@ -247,17 +247,17 @@ class StepCounter:
         target: str,
         on_wait: Callable[[], object] = lambda: None,
     ) -> CompiledStep:
-        """Compile the step with all blocks with XLA, for devices that need not exist, and return the compiled step."""
+        """Compile the step with all of its blocks, for devices that need not exist, and return the compiled step."""
         layouts = {a.variable.key: a.layout for a in assignments}
         placed = self._add_layouts(self._lower_cached({}, layouts, policy), layouts, policy)
         modules = [shardy.serialize_module(placed)]
         return self._compile_new_modules(modules, policy.mesh.size, target, on_wait)[0]
 
-    # Compiling for a GPU takes seconds to minutes, so compiled modules are kept (decisions/0156).
+    # Compiling for a GPU takes seconds to minutes, so compiled modules are stored for later calls (decisions/0156).
     def _compile_new_modules(
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
-        """Return the compiled steps of modules, and compile those that were not compiled before."""
+        """Return the compiled steps of modules. Only modules that were not compiled before are compiled."""
         keys = [(hashlib.sha256(each).digest(), num_devices, target) for each in modules]
         new = {key: each for key, each in zip(keys, modules, strict=True) if key not in self._compiled}
         self._compiled.update(
@@ -273,7 +273,7 @@ class StepCounter:
         counted: StepCost,
         on_wait: Callable[[], object] = lambda: None,
     ) -> Verified:
-        """Compile the step, and return XLA's figures for comparison with the cost `counted`. See `compile`."""
+        """Compile the step, and return XLA's sizes together with the estimated cost `counted`. See `compile`."""
         compiled = self.compile(assignments, policy, target, on_wait)
         return Verified(counted, target, compiled.sent_by_kind, compiled.argument_bytes, compiled.peak_bytes)
 
@@ -293,21 +293,21 @@ class StepCounter:
                 if needs_mesh:
                     self._needs_mesh = False
                     raise
-                # The step's code may name mesh dims, which fails without a mesh, so trace once more in the layouts.
+                # The step's code may name mesh dims, which fails without a mesh, so trace again on the mesh.
                 self._needs_mesh = True
                 return self._lower_cached(skipped, layouts, policy)
         return self._modules[key]
 
 
 def _make_layout_key(layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Hashable:
-    """Return a key that is equal if a step is traced equally: the mesh, the layouts, and the policy."""
+    """Return a key that is equal for equal traces of a step: its mesh, layouts, batch dim, and activation rules."""
     mesh, activations = policy.mesh, getattr(policy.activations, "__self__", None)
     specs = tuple(layout.sharding_specs for layout in layouts.values())
     return Mesh(None, mesh.mesh_dims), mesh.axis_types, specs, policy.batch_dim, str(activations)
 
 
 def _find_peak_tensors(counts: StepCounts) -> tuple[PeakTensors, ...]:
-    """Return the tensors on a device at the peak, the largest first, in the order of operations that needs least."""
+    """Return a device's tensors at the peak, the largest first, for the order of operations with the lower peak."""
     of_orders: dict[int, Any] = {}
     for key, peak in counts.peaks.items():
         if peak > counts.peaks.get(of_orders.get(key[0]), -1):
@@ -324,7 +324,7 @@ _NOTE = "activations inside of layers are recomputed in the backward pass, whate
 
 
 def _make_remat_predicate(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | None:
-    """Return a predicate of layer paths that tells which layers are recomputed, or None without `remat`."""
+    """Return a function that tells for a layer's path whether the layer is recomputed, or None without `remat`."""
     if remat is None:
         return None
     if remat == "blocks":
@@ -334,7 +334,7 @@ def _make_remat_predicate(step: TrainingStep, remat: str | None) -> Callable[[st
 
 
 class _UnequalBlockError(Exception):
-    """Raised when a block cannot be skipped because it behaves differently from the first block of its stack."""
+    """Raised when a block cannot be skipped because it differs in behavior from the first block of its stack."""
 
     def __init__(self, path: str):
         self.path = path
@@ -348,15 +348,15 @@ def _find_block_path(variable: VariableSpec, blocks: Mapping[str, object]) -> st
 
 @dataclass(frozen=True)
 class _LoweredModule:
-    module: Any  # of a step without its skipped blocks
-    variables: Sequence[VariableSpec]  # its first arguments and results
-    num_skipped: int  # number of variables of skipped blocks, its last arguments
+    module: Any  # module of a step without its skipped blocks
+    variables: Sequence[VariableSpec]  # first arguments and results of the module
+    num_skipped: int  # number of variables of skipped blocks, which are the last arguments of the module
     num_other_results: int
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
     attention_notes: Sequence[str]
 
     def make_layout_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
-        """Return a function from a layer's path and the shape of an output to the output's layout, or None."""
+        """Return a function that returns a layer output's layout, or None, from the layer's path and the shape."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
         for path, shapes in self.outputs.items():
             rule = policy.find_activation_layout(path)
@@ -376,7 +376,7 @@ def _lower_without_blocks(
     recomputes: Callable[[str], bool] | None,
     fuses: bool,
 ) -> _LoweredModule:
-    """Trace and lower a step without its skipped blocks, and return the module.
+    """Trace and lower a step without its skipped blocks, and return the lowered module.
 
     `skipped` maps the path of each to that of an equal block. `layouts` is None unless the code names mesh dims or axes
     are explicit. Without layouts, the outputs of layers are marked, so that layouts can be added later.
@@ -422,7 +422,7 @@ def _lower_without_blocks(
 
 
 def _check_skipped_are_unread(jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[str, str]) -> None:
-    """Raise if other layers read variables of a skipped block, because the count would lack their gradients."""
+    """Raise if other layers read variables of a skipped block, because the gradients of these would be missing."""
     _, is_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     for variable, is_read in zip(unread, is_used[len(is_used) - len(unread) :], strict=True):
         if is_read and (block := _find_block_path(variable, skipped)) is not None:
@@ -435,7 +435,7 @@ def _convert_to_jax_dtype(name: str) -> jax.typing.DTypeLike:
 
 
 def _canonicalize_dtype(name: str) -> str:
-    """Return the type of a JAX array that is made with the type `name`: int32 for int64, without `jax_enable_x64`."""
+    """Return the element type that JAX uses for `name`, such as int32 for int64 without `jax_enable_x64`."""
     return name if name in _KEYS else str(jax.dtypes.canonicalize_dtype(name))
 
 
@@ -447,15 +447,15 @@ def _explain_trace_failures(step: TrainingStep, tracer: _LayerTracer) -> Generat
     try:
         yield
     except Exception as error:
-        if tracer.unequal:  # Keras replaces the tracer's exception by its own, so raise it again
+        if tracer.unequal:  # Keras has replaced the tracer's exception, so raise it again
             raise _UnequalBlockError(tracer.unequal) from None
         if isinstance(error, LayoutMapError | _UnequalBlockError):
             raise
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
-            f"{step.name}: its training step fails when it is traced",
+            f"{step.name}: the training step fails when it is traced",
             facts={"inputs": inputs, type(error).__name__: str(error).strip().partition("\n")[0]},
-            why="the step is traced with shapes, as in jax.jit, to count its cost",
+            why="to compute the cost, the step is traced with shapes instead of values, as in jax.jit",
             fix="pass inputs= with the shapes and dtypes of the model's inputs, and call the model with "
             "them in a test",
         ) from error
@@ -463,7 +463,7 @@ def _explain_trace_failures(step: TrainingStep, tracer: _LayerTracer) -> Generat
 
 def _make_remat_error(step: TrainingStep, tracer: _LayerTracer) -> ScopeError:
     return ScopeError(
-        f"{step.name}: remat matches none of its layers",
+        f"{step.name}: remat does not match any layer of the model",
         facts={"layers": join_names(list(tracer.outputs)) or "none are known"},
         why='"blocks" selects layers whose paths differ only in a number; any other text is a regex for paths',
         fix="pass a regex that matches layers, as in remat=r'blocks\\.\\d+$'"
@@ -475,15 +475,15 @@ def _make_remat_error(step: TrainingStep, tracer: _LayerTracer) -> ScopeError:
 def _make_fusion_error(step: TrainingStep) -> ScopeError:
     return ScopeError(
         f"{step.name}: fuse_attention finds no call of attention",
-        why="only calls of jax.nn.dot_product_attention are known, which keras.ops.dot_product_attention and "
-        "flax.nnx layers make; layers with dropout of attention scores do not call it",
+        why="only calls of jax.nn.dot_product_attention are found; keras.ops.dot_product_attention and flax.nnx layers "
+        "call it, except layers with dropout of attention scores",
         fix="leave fuse_attention out, or call jax.nn.dot_product_attention in the model",
     )
 
 
 @dataclass(eq=False)
 class _LayerTracer:
-    """Tracer that marks the outputs of layers, and skips blocks that are called like the first one of their stack."""
+    """Tracer that marks outputs of layers, and skips blocks that are called like the first block of their stack."""
 
     skipped: Mapping[str, str]
     is_recomputed_path: Callable[[str], bool] | None = None
@@ -523,7 +523,7 @@ class _LayerTracer:
             return jax.tree.unflatten(tree, _constrain_output_leaves(leaves, self.policy, path))
 
     def check_call_counts(self) -> None:
-        """Raise if a skipped block is not called as often as the first block of its stack."""
+        """Raise an `_UnequalBlockError` if a skipped block is not called as often as the first block of its stack."""
         for path, first_path in self.skipped.items():
             if len(self._calls.get(path, [])) != len(self._calls.get(first_path, [])):
                 raise _UnequalBlockError(path)
@@ -540,13 +540,13 @@ class _LayerTracer:
             self._is_inside = False
 
     @contextmanager
-    def open_optimizer_update(self) -> Generator[None]:
+    def mark_optimizer_update(self) -> Generator[None]:
         with jax.named_scope(UPDATE):
             yield
 
 
 def _describe_structure(values: object) -> object:
-    """Return the tree structure, shapes, and types of values, which are equal for calls of equal blocks."""
+    """Return the tree structure of values with their leaves, arrays by shape and type, to compare calls of blocks."""
     leaves, tree = jax.tree.flatten(values)
     return tree, [
         (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf
@@ -559,18 +559,18 @@ _ABSTRACT = NamedSharding(_MARKED, PartitionSpec())
 
 
 class _StandInDevice:
-    """Stand-in for JAX's default device, because looking for a real one would start a backend."""
+    """Stand-in for JAX's default device, because JAX would start a backend to find a real device."""
 
     platform = "tpu"
 
     @property
     def client(self) -> _StandInDevice:
-        """Object that JAX asks for the platform of the device."""
+        """Object that JAX asks for the platform of the device, which is this stand-in itself."""
         return self
 
 
 def _constrain_output_leaves(leaves: Sequence[Any], policy: LayoutPolicy, path: str) -> list[Any]:
-    """Return the leaves of a layer's output, with its arrays in the layouts of the rule that matches the layer."""
+    """Return the leaves of a layer's output. If a rule matches the layer, the arrays get the layouts of the rule."""
     rule = policy.find_activation_layout(path)
     arrays = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
     placed = [*leaves]
@@ -591,7 +591,7 @@ def _mark_unconstrained(array: object) -> object:
 
 
 def _cancel_negative_counts(num_calls: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
-    """Yield each collective with its number of calls. Negative numbers are subtracted from equal collectives.
+    """Yield each collective with its number of calls. Collectives that differ only in cause cancel negative numbers.
 
     The extrapolated number of calls is negative if a collective has another cause in three blocks than in two. Then the
     number for the other cause is too high by as many calls.
@@ -609,7 +609,7 @@ def _cancel_negative_counts(num_calls: Mapping[Collective, int]) -> Iterator[tup
 
 
 def _merge_repeated_layers(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return collectives where those of repeated layers are merged into one, with `*` for the layer's number."""
+    """Return collectives in which equal ones of repeated layers are merged, with `*` for the number of the layer."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
         cause = replace_numbers(each.cause)

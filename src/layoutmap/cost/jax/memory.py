@@ -25,23 +25,23 @@ ALIASES = frozenset(("reshape", "optimization_barrier", "bitcast_convert", "tupl
 """Operations whose results share the memory of their operands."""
 
 IN_PLACE = frozenset(("all_reduce", "dynamic_update_slice", "scatter", "while"))
-"""Operations that overwrite an operand with their result."""
+"""Operations that write their result to the memory of an operand."""
 
 MATERIALIZING = frozenset(
     ("dot_general", "convolution", "custom_call", "while", "case", "sort", "return", "concatenate")
 )
 """Operations that read their operands from memory, so that XLA does not fuse the operands into them."""
 
-_SMALL = 4096  # bytes; smaller constants may be tables with one number per device
+_SMALL = 4096  # bytes; constants up to this size count as scalars, because they may be tables with a number per device
 
 _MULTIPLE = 8  # tensor cores multiply 16-bit elements in multiples of 8
 _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
-"""Operations that compute a weight's gradient."""
+"""Operations that may compute the gradient of a weight, so the search for gradients ends at them."""
 
 
 _MORE, _RECOMPUTED, _WORKSPACE, _COMBINED = 1.1, 1.5, 4 << 20, 30 << 20
-"""Factors of the counted bytes without and with recomputed activations; bytes of a workspace; most bytes of collectives
-of one kind that XLA combines.
+"""Factors for the counted bytes without and with recomputed activations; bytes of a workspace; largest number of bytes
+of collectives of one kind that XLA combines.
 """
 
 
@@ -49,9 +49,9 @@ def estimate_upper_bound(
     num_bytes: int,
     collectives: Iterable[Collective] = (),
     recomputes: bool = False,
-    # XLA adds copies and gaps that no rule predicts, so a margin turns the count into an upper bound (decisions/0165).
+    # XLA adds copies and gaps that no rule predicts, so a margin is added to the count (decisions/0165).
 ) -> int:
-    """Return an upper bound of the bytes that XLA for GPUs needs besides a step's arguments.
+    """Return an upper bound of the bytes that XLA for GPUs needs in addition to the arguments of a step.
 
     The margin covers copies, gaps between buffers, workspaces, and the operands of collectives that XLA combines. It is
     larger if activations are recomputed outside of loops, since XLA may delay weight gradients then.
@@ -65,7 +65,7 @@ def estimate_upper_bound(
 
 # XLA's latency-hiding scheduler puts weight gradients last, so their operands stay longer (decisions/0165).
 def order_gradients_last(ops: Sequence[Op]) -> list[Op]:
-    """Return operations in the order that XLA prefers: weight gradients after the backward pass, and updates last.
+    """Return operations in XLA's order: those that compute weight gradients after the backward pass, and updates last.
 
     XLA schedules from the last operation backward. It begins with the all-reduces of gradients, because only the update
     waits for them. So the products that compute gradients come last, and their operands stay in memory until then. If
@@ -83,17 +83,17 @@ def order_gradients_last(ops: Sequence[Op]) -> list[Op]:
 
 
 def is_remat_barrier(op: Op) -> bool:
-    """Return whether an operation is a barrier before recomputed activations."""
+    """Return whether an operation is a barrier that precedes recomputed activations."""
     return op.name == BARRIER and not op.is_fused and any(value.size > 1 for value in op.operands)
 
 
 def order_gradients_first(ops: Sequence[Op]) -> list[Op]:
-    """Return operations in an order with weight gradients and updates as early as possible."""
+    """Return operations in an order that computes weight gradients and updates as early as possible."""
     return _order_forward_first(ops, _find_backward_op_ids(ops), _find_gradient_op_ids(ops))
 
 
 def _order_forward_first(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) -> list[Op]:
-    """Return operations with the forward pass first, then each operation as soon as its operands exist.
+    """Return operations with the forward pass first, and then each operation as soon as its operands exist.
 
     Operations with ids in `late` precede others. A module's text has the results of a step one after another, each
     after the operations that only it needs.
@@ -117,7 +117,7 @@ def _order_forward_first(ops: Sequence[Op], backward: Set[int], late: Set[int] =
 
 
 def _find_scalar_constant_ids(ops: Sequence[Op]) -> Set[int]:
-    """Return the ids of operations that compute a single number from constants and the device's own index."""
+    """Return the ids of small constants, and of operations that compute single numbers only from these."""
     found: set[int] = set()
     for op in ops:
         is_number = all(id(v.producer) in found for v in op.operands) and all(v.size <= 1 for v in op.results)
@@ -127,12 +127,12 @@ def _find_scalar_constant_ids(ops: Sequence[Op]) -> Set[int]:
 
 
 def _find_backward_op_ids(ops: Sequence[Op]) -> Set[int]:
-    """Return the ids of backward operations, barriers (which begin remat), and all operations that depend on these."""
+    """Return the ids of backward operations, of barriers before recomputing, and of all that depend on these."""
     return _add_dependent_ids({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
 
 
 def _add_dependent_ids(op_ids: Set[int], ops: Sequence[Op]) -> Set[int]:
-    """Return the ids of some operations, and of all operations that depend on their results."""
+    """Return `op_ids`, and the ids of all operations that depend on the results of these operations."""
     found = set(op_ids)
     for op in ops:
         if any(id(value.producer) in found for value in op.operands):
@@ -141,7 +141,7 @@ def _add_dependent_ids(op_ids: Set[int], ops: Sequence[Op]) -> Set[int]:
 
 
 def _find_gradient_op_ids(ops: Sequence[Op]) -> Set[int]:
-    """Return the ids of operations that compute weight gradients, of the update, and of all that depend on these."""
+    """Return the ids of operations that compute weight gradients or the update, and of all that depend on these."""
     late: set[int] = set()
     for op in reversed(ops):
         uses = [use for result in op.results for use in result.uses]
@@ -152,7 +152,7 @@ def _find_gradient_op_ids(ops: Sequence[Op]) -> Set[int]:
 
 
 class BlockMemory:
-    """Memory that a block's operations use in an order, without its arguments and the values with `kept_ids`."""
+    """Memory of a block's operations in a given order, without arguments and without the values with `kept_ids`."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class BlockMemory:
         self.peak = self._compute_peak()
 
     def find_buffers(self, value: Value) -> tuple[Value, ...]:
-        """Return the stored values from which a value is read: itself, or those that it is a view or fusion of."""
+        """Return the values in memory that a value is read from: itself, or those that it views or is fused with."""
         return self._roots.get(id(value), (value,))
 
     def _compute_peak(self) -> int:
@@ -193,7 +193,7 @@ class BlockMemory:
             for value in new:
                 last.setdefault(id(value), number)
             for operand in _find_padded_operands(op):
-                if id(operand) not in copies:  # created for the forward product and stored for the gradient
+                if id(operand) not in copies:  # the forward product makes it, and the gradient reuses it
                     copies[id(operand)] = Value(operand.shape, operand.dtype, operand.producer, operand.index)
                     made[number] = [*made[number], copies[id(operand)]]
                 last[id(copies[id(operand)])] = number
@@ -220,7 +220,7 @@ class BlockMemory:
         return peak
 
     def _describe_memory(self, values: Iterable[Value], op: Op) -> Counter[object]:
-        """Return the bytes in memory by description, with those at the peak inside of a loop or branch."""
+        """Return the bytes in memory by description, including the memory at the peak of a loop or branch."""
         assert self._describe_value is not None
         found = Counter[object]()
         for value in values:
@@ -246,7 +246,7 @@ class BlockMemory:
         if body.return_values[result.index] is body.arguments[result.index]:
             return self.find_buffers(operand)
         taken = self._reuse_buffer(operand, result)
-        # Several results may start from one operand, such as zeros. Only the first can reuse its memory.
+        # Several results of a loop may have one initial operand, such as zeros. Only the first can reuse its memory.
         is_first = all(each is not operand for each in op.operands[: result.index])
         return taken if is_first and not any(id(root) in self._kept for root in taken) else (result,)
 
@@ -257,7 +257,7 @@ class BlockMemory:
 
     def _is_materialized(self, value: Value) -> bool:
         made = value.producer
-        # A broadcast scalar is computed inside of each kernel that reads it, so it needs no buffer.
+        # A broadcast scalar is computed inside each kernel that reads it, so it needs no buffer.
         is_number = made is not None and made.name == "broadcast_in_dim" and made.operands[0].size == 1
         return any(
             (use.is_fused and not is_number) or use.name in MATERIALIZING or use.name in COLLECTIVE_NAMES
@@ -284,14 +284,15 @@ class BlockMemory:
         if op.name in ("gather", "dynamic_slice"):
             self.traffic += 2 * sum(value.num_bytes for value in new)
         else:
-            # XLA stores a sum over many layers, because recomputing it at each use reads more. So take the smaller sum.
+            # XLA either recomputes an operand from its sources or stores it, whichever reads fewer bytes. So count the
+            # smaller total, of the sources or of the operands.
             operands = {id(value): value for value in op.operands}.values()
             read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
             self.traffic += read + sum(value.num_bytes for value in new)
 
 
 def _find_padded_operands(op: Op) -> Sequence[Value]:
-    """Return the operands that XLA for GPUs pads in a copy, because tensor cores multiply in multiples of 8."""
+    """Return the operands that XLA for GPUs copies with padding, because tensor cores multiply in multiples of 8."""
     if op.name != "dot_general" or op.operands[0].dtype not in ("bfloat16", "float16") or not op.flops:
         return ()
     left, right = op.operands
@@ -315,7 +316,7 @@ COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all
 def compute_both_memories(
     block: Block, donated: Mapping[int, int], describe_value: Callable[[Value], object] | None = None
 ) -> tuple[BlockMemory, BlockMemory]:
-    """Return the memory of a step besides its arguments in two orders: with weight gradients last, and first."""
+    """Return the memory of a step without its arguments, in two orders: with weight gradients last, and first."""
     kept_ids = frozenset(id(block.return_values[number]) for number in donated)
     last, first = (
         BlockMemory(block, kept_ids, order(block.ops), describe_value)

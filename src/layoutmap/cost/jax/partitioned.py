@@ -52,7 +52,7 @@ _UNEQUAL = re.compile(
 
 
 def parse_step(text: str, mesh: Mesh) -> Block:
-    """Return the entry computation of a module's text as a block, with collectives over the dims of the mesh."""
+    """Return a module's entry computation as a block. Its collectives have the mesh dims over which they exchange."""
     bodies, entry = parse_computations(text)
     return _BlockReader(bodies, mesh).read_block(entry)
 
@@ -63,7 +63,7 @@ class _BlockReader:
         self._positions = _MeshPositions(mesh)
 
     def read_block(self, name: str, caller: Origin = ("", False, False, False)) -> Block:
-        """Return a computation as a block. `caller` is the origin of the operation that runs it."""
+        """Return a computation as a block. `caller` is the origin of the operation that runs the computation."""
         ops: list[Op] = []
         arguments: dict[int, object] = {}
         result = self._read_computation(name, (), arguments, ops, caller)
@@ -75,7 +75,7 @@ class _BlockReader:
     def _read_computation(
         self, name: str, operands: Sequence[Any], arguments: dict[int, object], ops: list[Op], caller: Origin
     ) -> Any:
-        """Return the result of a computation, and add its operations to `ops` and its parameters to `arguments`."""
+        """Return a computation's result. Add its operations to `ops`, and its parameters to `arguments`."""
         values: dict[str, object] = {}
         numbers: dict[str, np.ndarray] = {}
         last: object = []
@@ -92,7 +92,7 @@ class _BlockReader:
     def _read_operation(
         self, line: Instruction, values: dict[str, Any], known: dict[str, Any], ops: list[Op], caller: Origin
     ) -> Any:
-        """Return the result of an operation, and add it to `ops` unless it only packs or unpacks tuples."""
+        """Return an operation's result. Add the operation to `ops`, unless it only passes values on."""
         names = [] if line.opcode == "constant" else list_operand_names(line)
         operands = [values[name] for name in names]
         if line.opcode == "tuple":
@@ -115,9 +115,11 @@ class _BlockReader:
             known[line.name] = found
         kind, shape = line.opcode.removesuffix("-start"), line.shape
         if kind in COLLECTIVE_KINDS and line.opcode != kind and kind != "all-reduce":
-            shape = _split_tuple_shape(shape)[1]  # a started collective returns its operand and its result
+            shape = _split_tuple_shape(shape)[
+                1
+            ]  # a started collective returns a tuple of its operand and its result
         line = line._replace(opcode=kind, shape=shape)
-        # XLA may combine several collectives into one with a tuple as its result, so read it as several.
+        # XLA may combine several collectives into one that returns a tuple, so split it into one for each element.
         if kind in COLLECTIVE_KINDS and kind != "all-to-all" and shape.startswith("("):
             parts = zip(operands, _split_tuple_shape(shape), strict=True)
             return [
@@ -147,7 +149,7 @@ class _BlockReader:
         return result
 
     def _set_op_fields(self, op: Op, line: Instruction, known: Sequence[Integers]) -> None:
-        """Set the dims, FLOPs, inner blocks, trip count, and key of an operation."""
+        """Set the fields of an operation that depend on its attributes, such as its dims, FLOPs, and inner blocks."""
         if line.opcode in COLLECTIVE_KINDS:
             op.dims, op.group = self._positions.find_collective_dims(line.arguments)
         elif line.opcode == "dynamic-slice":
@@ -182,7 +184,7 @@ class _MeshPositions:
         self._coords = dict(zip(mesh.dim_names, np.unravel_index(self._devices, mesh.shape), strict=True))
 
     def find_collective_dims(self, attributes: str) -> tuple[tuple[str, ...], int]:
-        """Return a collective's mesh dims, and its group size, or 0 if a group has all devices along these dims."""
+        """Return a collective's mesh dims and its number of devices, or 0 for all devices along these dims."""
         if "source_target_pairs=" in attributes:
             ends = np.array(list_permute_pairs(attributes), int).reshape(-1, 2)
             dims = [dim for dim, at in self._coords.items() if (at[ends[:, 0]] != at[ends[:, 1]]).any()]
@@ -193,7 +195,7 @@ class _MeshPositions:
         return dims, 0 if is_all else len(group)
 
     def find_slice_dims(self, offsets: Sequence[Integers]) -> tuple[str, ...]:
-        """Return the mesh dims along which devices take different slices. `offsets` has a slice's offsets by axis."""
+        """Return the mesh dims along which slices differ, from each axis's offsets on all devices (None: unknown)."""
         found: list[str] = []
         for at in offsets:
             if at is None or len(at) != self._mesh.size:
@@ -203,7 +205,7 @@ class _MeshPositions:
         return tuple(dim for dim in self._mesh.dim_names if dim in found)
 
     def evaluate_integers(self, line: Instruction, values: Sequence[Any]) -> Integers:
-        """Return the integers that an operation computes on each device, or None if they are unknown."""
+        """Return the integers that an operation computes, by device, or None if they are unknown."""
         if line.opcode == "partition-id":
             return self._devices
         if line.opcode == "constant":
@@ -245,7 +247,7 @@ def _count_convolution_flops(result: Value, kernel: Value, line: Instruction) ->
 
 
 def _count_library_call_flops(op: Op, line: Instruction) -> int:
-    """Return the FLOPs of a custom call of a matrix product or convolution in a GPU library, or 0 for other calls."""
+    """Return the FLOPs of a GPU library's matrix product or convolution, or 0 for all other custom calls."""
     target = _read_attribute(line, r'custom_call_target="([^"]*)"')
     if target.startswith("__cublas"):
         axes = _read_attribute(line, r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -267,7 +269,7 @@ def _read_origin(line: Instruction, caller: Origin) -> Any:
 
 
 def _choose_origin(value: Value, origin: Origin) -> Origin:
-    """Return the origin of an operation, or of its operand if it has none, as combined collectives."""
+    """Return `origin`. If it is empty, as that of combined collectives, return the origin of the maker of `value`."""
     op = value.producer
     return origin if any(origin) or op is None else (op.layer_path, op.is_backward, op.is_update, op.is_fused)
 
@@ -278,8 +280,8 @@ def _read_attribute(line: Instruction, pattern: str) -> str:
 
 
 def _count_loop_trips(op: Op) -> int:
-    """Return the iterations of a loop, if its condition compares a counter with a constant, or else 1."""
-    block = op.blocks[-2]  # the condition, because the body is the last block
+    """Return the iterations of a loop whose condition compares a counter with a constant, or 1 for other loops."""
+    block = op.blocks[-2]  # the condition of the loop, because its body is the last block
     root = block.return_values[0].producer
     if root is None or root.name != "compare":
         return 1
@@ -301,16 +303,16 @@ def _parse_shape(text: str) -> tuple[int, ...]:
 
 
 def _make_values(shape: str) -> Any:
-    """Return a new value of a shape in HLO's notation, or a list of values for a tuple."""
+    """Return a new value with a shape in HLO's notation, or a list of new values for the shape of a tuple."""
     if not shape.startswith("("):
         found = SHAPE.search(shape)
-        # Other texts are tokens, so return a value without elements.
+        # A text that is no shape is a token, so return a value without elements.
         return Value(_parse_shape(shape), convert_dtype_name(found[1])) if found else Value((0,), "bool")
     return [_make_values(each) for each in _split_tuple_shape(shape)]
 
 
 def _split_tuple_shape(shape: str) -> list[str]:
-    """Return the shapes inside a tuple's shape."""
+    """Return the shapes of the elements of a tuple, from the text of the tuple's shape."""
     parts, depth, start = list[str](), 0, 1
     for origin, sign in enumerate(shape):
         depth += (sign in "([{") - (sign in ")]}")

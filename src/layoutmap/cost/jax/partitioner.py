@@ -13,16 +13,16 @@ from pathlib import Path
 
 from layoutmap.cost.jax.compiler_process import MODULE, answer_and_exit, answer_from_dump_file
 
-_MOST_SECONDS = 10  # time to wait for the dump after compilation
+_MOST_SECONDS = 10  # longest time to wait for the partitioned module after compilation has ended
 _MOST_DEVICES = 2048
 _PRINTS = ("dump_to=.", "dump_hlo_pass_re=spmd-partitioning", "dump_hlo_as_text", "dump_large_constants")
 ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_CPP_MIN_LOG_LEVEL": "2"}
 """Environment variables that the process needs."""
 
 
-# XLA's partitioner decides the collectives, so they are counted in its module and not computed (decisions/0156).
+# XLA's partitioner chooses the collectives, so they are counted in its output, not predicted (decisions/0156).
 def main(num_devices: str) -> None:
-    """Partition the module in the current folder, write it to stdout as the answer, and end this process."""
+    """Partition the module in the current folder, write the result to stdout, and end this process."""
     with answer_and_exit() as answer:
         # With one device, XLA does not partition, so the answer is the module before optimization.
         dump_name = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
@@ -33,7 +33,7 @@ def main(num_devices: str) -> None:
 
 
 def _read_complete_file(file: Path) -> str:
-    """Return the module in a file, or "" while the file is incomplete."""
+    """Return the module in a file, or "" if the file is not yet complete."""
     text = file.read_text()
     return text if "\nENTRY" in text and text.rstrip().endswith("\n}") else ""
 
@@ -42,7 +42,7 @@ def _compile_module(module: bytes, num_devices: int) -> None:
     import numpy as np
     from jaxlib import xla_client
 
-    # The client supports 2,048 devices. The module does not run, so one device may stand for several of a larger mesh.
+    # The client supports only 2,048 devices. The module never runs, so one device may stand for several of a mesh.
     client = xla_client.make_cpu_client(num_devices=min(num_devices, _MOST_DEVICES))
     options = xla_client.CompileOptions()
     options.num_partitions = num_devices

@@ -1,4 +1,4 @@
-"""Describe a training step of a flax.nnx module or of a pytree, to count its operations."""
+"""Describe a training step of a flax.nnx module or of a pytree, to compute its cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 def describe_step(
     session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return the training step of a model with shapes for arrays. `optimizer` and `loss` override `train_with`'s.
+    """Return the training step of a model from a dry run. `optimizer` and `loss` precede those of `train_with`.
 
     With the loss of `train_with`, `inputs` is a batch as for `check_parity`.
     """
@@ -56,20 +56,20 @@ def _check_is_array(inputs: object, leaf: object) -> None:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise ScopeError(
             f"inputs={shorten_repr(inputs)}: {shorten_repr(leaf)} is not an array",
-            why=f"it is {describe_type(leaf)}, and has neither a shape nor an element type",
+            why=f"it is {describe_type(leaf)}, without a shape or without an element type",
             fix='pass an example batch, or its shape and type: inputs=jax.ShapeDtypeStruct((8, 16), "float32")',
         )
 
 
 def _check_arrays_are_variables(specs: Sequence[VariableSpec], paths: Set[str]) -> None:
-    """Raise if a variable is an array in a list or dict of an nnx module, since flax treats its shape as a constant."""
+    """Raise if an array in a list of a module is in no `nnx.Variable`, because flax treats its shape as a constant."""
     lost = [spec.path for spec in specs if spec.path not in paths]
     if lost:
         raise ScopeError(
-            f"the cost of the step cannot be counted: {join_names(lost)} would be a constant in it",
-            why="the array is in a list or dict of the module and in no Variable; a step is counted with shapes "
+            f"the cost of the step cannot be computed: {join_names(lost)} would be a constant in the step",
+            why="the array is in a list or dict of the module and in no nnx.Variable; the step is traced with shapes "
             "instead of arrays, and flax treats a shape there as a constant",
-            fix="store it in an nnx.Variable, or in its own attribute: self.table = nnx.data(array)",
+            fix="store the array in an nnx.Variable, or in its own attribute: self.table = nnx.data(array)",
         )
 
 
@@ -108,7 +108,7 @@ class _CountedStep:
             self.slots, _ = self._describe_slots(self._trained)
 
     def _describe_slots(self, trained_keys: Sequence[Key]) -> tuple[list[VariableSpec], Any]:
-        """Return the specs of the optimizer's slots for some weights, and the tree structure of its state."""
+        """Return the specs of the optimizer's slots for these weights, and the tree structure of its state."""
         weights = {s.path: s for s in self._specs if s.key in trained_keys}
         shapes = {path: jax.ShapeDtypeStruct(s.shape, s.dtype) for path, s in weights.items()}
         found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.optimizer.init, shapes))
@@ -118,7 +118,7 @@ class _CountedStep:
     def compute_new_values(
         self, tracer: StepTracer, values: Mapping[Key, jax.Array], batch: Sequence[jax.Array]
     ) -> Mapping[Key, jax.Array]:
-        """Return the values of the variables after a step, and the loss under the key `("", "loss")`."""
+        """Return the values of the variables after a step. The loss of the step has the key `("", "loss")`."""
         inputs, targets = jax.tree.unflatten(self._tree, batch)
         trained = [key for key in self._trained if key in values]
         frozen = [s.key for s in self._specs if s.key in values and s.key not in self._trained]
@@ -143,7 +143,7 @@ class _CountedStep:
         weights = {key[1]: values[key] for key in trained}
         (value, others), gradients = jax.value_and_grad(compute_loss, has_aux=True)(weights)
         after = dict(values) | dict(zip(frozen, others, strict=True)) | {("", "loss"): value}
-        with tracer.open_optimizer_update():
+        with tracer.mark_optimizer_update():
             if self.optimizer is None:
                 return after | {key: weights[key[1]] - gradients[key[1]] for key in trained}
             slots, tree = self._describe_slots(trained)

@@ -22,7 +22,7 @@ _SINGLE = ("custom_call", "return", "optimization_barrier")
 
 
 def rewrite_collectives(block: Block) -> None:
-    """Rewrite the collectives of a block and of its inner blocks, in place, as XLA does after partitioning."""
+    """Rewrite the collectives of a block and of its inner blocks, in place, as XLA does after its partitioner."""
     for op in block.ops:
         for inner in op.blocks:
             rewrite_collectives(inner)
@@ -36,7 +36,7 @@ def rewrite_collectives(block: Block) -> None:
 
 
 def _merge_equal_operations(block: Block) -> None:
-    """Merge operations with equal keys and the same operands into the first of them."""
+    """Replace operations that have equal keys and the same operands by the first of them."""
     seen: dict[object, Op] = {}
     for op in list(block.ops):
         if op.is_fused or op.blocks or op.key is None or op.name in _SINGLE:
@@ -50,7 +50,7 @@ def _merge_equal_operations(block: Block) -> None:
 
 
 def _merge_summed_reductions(block: Block) -> None:
-    """Replace a sum of two equal all-reduces or reduce-scatters by one of the sum of their operands."""
+    """Replace a sum of two equal all-reduces or reduce-scatters by one reduction of the sum of their operands."""
     ops: list[Op] = []
     gone: set[int] = set()
     for op in block.ops:
@@ -74,7 +74,7 @@ def _merge_summed_reductions(block: Block) -> None:
 
 
 def _merge_consecutive_all_reduces(block: Block) -> None:
-    """Merge an all-reduce and an all-reduce of its result into one over the mesh dims of both."""
+    """Replace an all-reduce of an all-reduce's result by one all-reduce over the mesh dims of both."""
     for op in block.ops:
         first = op.operands[0].producer if op.name == "all_reduce" and len(op.operands) == 1 else None
         if first is None or first.name != op.name or first.group or op.group or first.results[0].uses != [op]:
@@ -87,7 +87,7 @@ def _merge_consecutive_all_reduces(block: Block) -> None:
 
 
 def split_combined_all_reduces(block: Block) -> None:
-    """Split each all-reduce of concatenated arrays into one for each array. XLA's compiler combines small ones so."""
+    """Split each all-reduce of concatenated arrays, as XLA's compiler makes them, into one for each array."""
     for op in list(block.ops):
         for inner in op.blocks:
             split_combined_all_reduces(inner)
@@ -124,7 +124,7 @@ def _describe_reduction(op: Op) -> object:
 
 
 def _make_all_reduce(op: Op, result: Value, dims: tuple[str, ...], group: int) -> Op:
-    """Return a new all-reduce of `result`, and let the users of `result` use the reduced value instead."""
+    """Return a new all-reduce of `result`. Operations that used `result` then use the reduced value."""
     reduced = Value(result.shape, result.dtype)
     replace_uses(result, reduced)
     made = Op(
@@ -136,7 +136,7 @@ def _make_all_reduce(op: Op, result: Value, dims: tuple[str, ...], group: int) -
 
 
 def _convert_to_reduce_scatters(block: Block) -> None:
-    """Replace each all-reduce by a reduce-scatter if each device uses only a slice of the result."""
+    """Replace an all-reduce by a reduce-scatter if each device uses only its own slice of the result."""
     for op in list(block.ops):
         if op.name != "all_reduce" or op.group:
             continue
@@ -160,7 +160,7 @@ def _convert_to_reduce_scatters(block: Block) -> None:
 
 
 def _shrink_to_slice(reduce_scatter: Op, last_value: Value, slice_result: Value) -> None:
-    """Set the sizes of all values from a reduce-scatter to `last_value` to that of the slice that it replaced."""
+    """Set the shapes of all values from a reduce-scatter to `last_value` to the size of the slice that it replaced."""
     value = reduce_scatter.results[0]
     while True:
         value.shape = slice_result.shape if value is last_value else (slice_result.size,)

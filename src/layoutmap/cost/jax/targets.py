@@ -38,12 +38,12 @@ device_description_str: "{name}"
 
 @dataclass(frozen=True)
 class Target:
-    """Device that a step is compiled for."""
+    """Type of device that XLA can compile a step for."""
 
     platform: str  # JAX's name of the platform: "cpu", "cuda", or "tpu"
     extra: str = ""  # extra of layoutmap that installs the compiler; empty: the compiler comes with JAX
     packages: tuple[str, ...] = ()  # packages of the extra
-    modules: tuple[str, ...] = ()  # any of these shows that the extra is installed
+    modules: tuple[str, ...] = ()  # if any of these can be imported, the extra is installed
     config: str = ""  # XLA's description of a GPU, as protobuf text
     chip: str = ""  # TPU chip, such as "v5p"
 
@@ -61,7 +61,7 @@ class Target:
 
 
 def _list_prime_factors(number: int) -> list[int]:
-    """Return the prime factors of a number."""
+    """Return the prime factors of a number, with repetitions, the smallest first."""
     least = next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)
     return [] if number == 1 else [least, *_list_prime_factors(number // least)]
 
@@ -96,7 +96,7 @@ _A100 = {
     "major": 8,
 }
 
-# The figures of GPUs are those of NVIDIA's data sheets, in the form of openxla/xla's target_config/specs.
+# The numbers are from NVIDIA's data sheets, in the form of the files in target_config/specs of openxla/xla.
 TARGETS = {
     "cpu": Target("cpu"),
     "h100": _make_gpu_target("NVIDIA H100 80GB HBM3", bandwidth=3352320000000, memory=84942979072, **_H100),
@@ -109,12 +109,12 @@ TARGETS = {
 
 
 def is_gpu(name: str) -> bool:
-    """Return whether `name` is that of a GPU in `TARGETS`."""
+    """Return whether `name` is the name of a GPU in `TARGETS`."""
     return name in TARGETS and TARGETS[name].platform == "cuda"
 
 
 def has_gpu_compiler(name: str) -> bool:
-    """Return whether `name` is that of a GPU in `TARGETS`, and XLA's compiler for GPUs is installed."""
+    """Return whether `name` is the name of a GPU in `TARGETS`, and XLA's compiler for GPUs is installed."""
     return is_gpu(name) and any(map(_is_installed, TARGETS[name].modules))
 
 
@@ -123,20 +123,20 @@ def _is_installed(module: str) -> bool:
 
 
 def find_target(name: str) -> Target:
-    """Return the target with a name. Raise an `EngineError` if there is none, or if its compiler is not installed."""
+    """Return the target with this name. Raise if it is unknown, or if its compiler is not installed."""
     if name not in TARGETS:
         raise EngineError(
             f"target {name!r} is not known",
             facts={"targets": ", ".join(TARGETS)},
-            why="XLA needs a description of the device that it compiles for, and there is none of this one",
-            fix='use the most similar one of these, as in verify="h100", or "cpu", which needs no plugin',
+            why="XLA needs a description of the device that it compiles for, and layoutmap has none of this device",
+            fix='use the most similar of these targets, as in verify="h100", or "cpu", which needs no plugin',
         )
     target = TARGETS[name]
     if target.modules and not any(map(_is_installed, target.modules)):
         raise EngineError(
             f"XLA's compiler for {name!r} is not installed",
             facts={"missing": " ".join(target.packages)},
-            why="JAX includes the compiler for CPUs, and those for other devices are plugins",
-            fix=f'pip install "layoutmap[{target.extra}]", which works without such a device',
+            why="JAX includes only the compiler for CPUs; compilers for GPUs and TPUs are plugins",
+            fix=f'pip install "layoutmap[{target.extra}]"; the compiler works without such a device',
         )
     return target

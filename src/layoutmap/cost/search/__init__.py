@@ -1,4 +1,4 @@
-"""Search a layout map: list the possible layouts, descend through them, and write rules for the result.
+"""Search a layout map: list the possible layouts, vary one choice at a time, and write rules for the result.
 
-What a candidate costs is a function that the search is given; nothing here knows a framework.
+The caller passes a function that computes the cost of a layout map, so these modules import no framework.
 """

@@ -9,62 +9,62 @@ from dataclasses import replace
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.core.text_table import format_bytes
-from layoutmap.cost.search.loop import Candidate, SearchOutcome, StepFigures, choose_candidate, is_better
+from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_candidate, is_better
 from layoutmap.cost.verified import TooLargeError, Verified
 
-_OTHERS = 2  # number of other found maps to compile
+_OTHERS = 2  # number of maps to compile that the search ranked next to the best one
 _ERROR = 0.05  # relative error of counted times
-_SMALL = 1e-3  # seconds; for shorter steps, compile all maps, because XLA changes small collectives most
+_SMALL = 1e-3  # seconds; estimates of shorter steps are least exact, as XLA changes small collectives, so compile all
 
 
 def choose_best_compiled(
-    outcome: SearchOutcome, compile_figures: Callable[[Candidate], StepFigures]
+    outcome: SearchOutcome, compute_compiled_cost: Callable[[Candidate], MapCost]
 ) -> SearchOutcome:
-    """Return the outcome with the best map by XLA's compiled figures, among the best and the expert maps.
+    """Compile the best and the built-in maps, and return the outcome with the map that is best as compiled.
 
-    `compile_figures` compiles a step with a map. If no compiled map fits, for example after an early interrupt, the
-    best map does not change. Compiled expert maps precede those that were only counted.
+    `compute_compiled_cost` compiles a step with a map. If no compiled map fits, for example after an early interrupt,
+    the best map does not change. Built-in maps that were compiled precede the other ones.
     """
     compiled, failed = dict[object, Candidate](), list[str]()
-    is_small = outcome.best.figures is not None and outcome.best.figures.seconds < _SMALL
+    is_small = outcome.best.cost is not None and outcome.best.cost.seconds < _SMALL
     error, fastest = 1.0 if is_small else _ERROR, math.inf
     is_complete = outcome.is_complete
     try:
-        for each in (outcome.best, *outcome.runners_up[:_OTHERS], *outcome.experts):
-            # Skip a map that would be slower than the best even with its time corrected by twice the error.
-            if each.figures is None or each.cost_key in compiled:
+        for each in (outcome.best, *outcome.runners_up[:_OTHERS], *outcome.built_in_maps):
+            # Skip a map whose estimate, reduced by twice the largest error so far, is slower than the fastest map.
+            if each.cost is None or each.cost_key in compiled:
                 continue
-            if each.figures.seconds * (1 - 2 * error) > fastest:
+            if each.cost.seconds * (1 - 2 * error) > fastest:
                 continue
             try:
-                figures = compile_figures(each)
+                cost = compute_compiled_cost(each)
             except LayoutMapError as problem:
                 failed.append(problem.what)
                 continue
-            compiled[each.cost_key] = new = replace(each, figures=figures, compiled_bytes=figures.peak_bytes)
-            error = max(error, abs(figures.seconds / each.figures.seconds - 1))
-            fastest = fastest if new.missing_bytes else min(fastest, figures.seconds)
+            compiled[each.cost_key] = new = replace(each, cost=cost, compiled_bytes=cost.peak_bytes)
+            error = max(error, abs(cost.seconds / each.cost.seconds - 1))
+            fastest = fastest if new.missing_bytes else min(fastest, cost.seconds)
     except KeyboardInterrupt:
         is_complete = False
     if failed and not compiled:
         warning = LayoutMapWarning(
-            "search: XLA compiles none of the best maps, so the result is chosen by estimates",
+            "search: XLA could not compile any of the best maps, so the result is chosen by estimates",
             why=failed[0],
-            fix="pass verify=False to skip the compiler, or verify=True to see its whole error",
+            fix="pass verify=False to skip the compiler, or verify=True to see the compiler's whole error",
         )
         warnings.warn(warning, stacklevel=2)
     chosen = choose_candidate(list(compiled.values()))
     if chosen is None or chosen.missing_bytes:
         return replace(outcome, is_complete=is_complete)
-    compiled_experts = ((each, compiled.get(each.cost_key, each)) for each in outcome.experts)
-    experts = [replace(e, figures=m.figures, compiled_bytes=m.compiled_bytes) for e, m in compiled_experts]
-    experts.sort(key=lambda each: (each.compiled_bytes is None, each.score))
+    compiled_built_in = ((each, compiled.get(each.cost_key, each)) for each in outcome.built_in_maps)
+    built_in_maps = [replace(e, cost=m.cost, compiled_bytes=m.compiled_bytes) for e, m in compiled_built_in]
+    built_in_maps.sort(key=lambda each: (each.compiled_bytes is None, each.ranking_key))
     fitting = [each for each in compiled.values() if each is not chosen and not each.missing_bytes]
     return replace(
         outcome,
         best=chosen,
-        experts=tuple(experts),
-        runners_up=tuple(sorted(fitting, key=lambda each: each.score)),
+        built_in_maps=tuple(built_in_maps),
+        runners_up=tuple(sorted(fitting, key=lambda each: each.ranking_key)),
         is_complete=is_complete,
     )
 
@@ -72,7 +72,7 @@ def choose_best_compiled(
 def search_near_compiled(
     counted: SearchOutcome, compiled: SearchOutcome, search_near: Callable[[Candidate], SearchOutcome]
 ) -> SearchOutcome:
-    """Search around the best compiled map with `search_near`, unless counting had ranked the same map first.
+    """Search around the best compiled map with `search_near`, unless the estimates had ranked the same map first.
 
     Returns the better result of `compiled` and the new search. `counted` is the outcome before maps were compiled.
     """
@@ -87,8 +87,8 @@ def search_near_compiled(
     except KeyboardInterrupt:
         return replace(compiled, is_complete=False)
     found = replace(compiled, maps=compiled.maps | further.maps, is_complete=further.is_complete)
-    assert further.best.figures is not None
-    best = replace(further.best, compiled_bytes=further.best.figures.peak_bytes, recomputes=first.recomputes)
+    assert further.best.cost is not None
+    best = replace(further.best, compiled_bytes=further.best.cost.peak_bytes, recomputes=first.recomputes)
     is_new = is_better(best, first)
     return replace(found, best=best, runners_up=(first, *found.runners_up)) if is_new else found
 
@@ -96,7 +96,7 @@ def search_near_compiled(
 def choose_first_fitting(
     outcome: SearchOutcome, verify: Callable[[Candidate], Verified], max_bytes: int
 ) -> tuple[SearchOutcome, Verified | None]:
-    """Compile the best maps with `verify` until one fits, and return it with XLA's figures, or None after an interrupt.
+    """Compile the best maps until one fits. Return the outcome with it, and XLA's sizes, or None after an interrupt.
 
     Raises:
         PlanError: None of the best maps fits as XLA compiles it.
@@ -104,8 +104,10 @@ def choose_first_fitting(
     needed: list[Candidate] = []
     for best in (outcome.best, *outcome.runners_up):
         sizes = {each.cost_key: each.compiled_bytes for each in reversed(needed)}
-        experts = tuple(replace(each, compiled_bytes=sizes.get(each.cost_key)) for each in outcome.experts)
-        found = replace(outcome, best=best, experts=experts)
+        built_in_maps = tuple(
+            replace(each, compiled_bytes=sizes.get(each.cost_key)) for each in outcome.built_in_maps
+        )
+        found = replace(outcome, best=best, built_in_maps=built_in_maps)
         try:
             verified = verify(best)
             if verified.peak_bytes <= max_bytes:

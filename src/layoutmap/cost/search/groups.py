@@ -1,4 +1,4 @@
-"""Group the variables that share a layout in a search: those at one position of equal blocks."""
+"""Group the variables at the same position of equal blocks, because a search gives them the same layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.variables import Kind, VariableSpec
 
-_SMALL = 0.001  # share of all bytes below which a group is not searched
+_SMALL = 0.001  # share of all bytes below which a search does not choose the layout of a group
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class VariableGroup:
     roles: tuple[str, ...]  # of its axes, as in `VariableSpec.use.roles`; empty: unknown
     num_bytes: int  # global size of all variables
     head_size: int | None = None  # size of an attention head, if the heads share one axis
-    # 1 if the variables are in odd items of lists, 0 in even ones; Megatron's split alternates in lists. None: no list
+    # item of a list modulo 2, because Megatron's split alternates between the items; None: the variables are in no list
     parity: int | None = None
 
     @property
@@ -33,33 +33,33 @@ class VariableGroup:
 
     @cached_property
     def split_layer_path(self) -> tuple[str, ...]:
-        """Path of the layer, split at its numbers, so that it is equal for repeated layers."""
+        """Path of the layer, split at its numbers and without them, so that repeated layers have the same value."""
         return split_at_numbers(self.paths[0].rpartition(".")[0])
 
     def can_shard(self, axis: int, num_shards: int, *, whole_heads: bool = False) -> bool:
-        """Return whether an axis divides into `num_shards` equal shards, and with `whole_heads` no head is split."""
+        """Return whether an axis has `num_shards` equal shards, without split attention heads if `whole_heads`."""
         unit = self.head_size if whole_heads and self.head_size else 1
         return self.shape[axis] > 0 and self.shape[axis] % (num_shards * unit) == 0
 
     def find_axes(self, role: str) -> tuple[int, ...]:
-        """Return the axes with a role, `"in"`, `"out"`, or `"rows"`, in the order of numbers in roles as `"in.0"`."""
+        """Return the axes with the role `"in"`, `"out"`, or `"rows"`, sorted by number for roles like `"in.0"`."""
         named = [(name, axis) for axis, name in enumerate(self.roles) if name.partition(".")[0] == role]
         return tuple(axis for _, axis in sorted(named))
 
     @cached_property
     def similarity_key(self) -> tuple[object, ...]:
-        """Key that is equal for similar groups, which share one choice of a layout at first."""
+        """Key that is equal for similar groups. They share one layout in the first part of a search."""
         if not (self.find_axes("in") and self.find_axes("out")):
             return (self.shape, self.roles)
         inside, outside = (math.prod(self.shape[a] for a in self.find_axes(role)) for role in ("in", "out"))
-        if self.rank > 2:  # heads have their own axis, so roles suffice
+        if self.rank > 2:  # heads have their own axis, so equal roles mean equal choices
             return (self.roles,)
         how = (inside > outside) - (inside < outside) or (self.split_layer_path[-1], self.parity)
         return (self.roles, self.head_size is None, how)
 
 
 def group_variables(variables: Iterable[VariableSpec]) -> tuple[VariableGroup, ...]:
-    """Return groups of all variables that rules apply to: weights and state, in the order of the model.
+    """Return the groups of all variables that rules can match (weights and state), in the order of the model.
 
     Example:
         >>> kernels = [VariableSpec(f"blocks.{n}.up.kernel", (8, 32), "float32") for n in range(4)]
@@ -96,7 +96,7 @@ def _make_variable_group(variables: Sequence[VariableSpec]) -> VariableGroup:
 
 
 def select_searched_groups(groups: Sequence[VariableGroup]) -> tuple[tuple[VariableGroup, ...], ...]:
-    """Return the groups with searched layouts. Each tuple has the similar groups that share one choice.
+    """Return the groups whose layouts a search chooses, as tuples of similar groups that share one choice.
 
     Groups of small variables are left out: a bias follows the kernel of its layer, and a norm is replicated.
     """
@@ -109,7 +109,7 @@ def select_searched_groups(groups: Sequence[VariableGroup]) -> tuple[tuple[Varia
 
 
 def map_biases_to_kernels(groups: Sequence[VariableGroup]) -> Mapping[VariableGroup, VariableGroup]:
-    """Map each group of biases to the group of the kernels in the same layers."""
+    """Map each group of biases to the group of kernels that belong to the same layers."""
     kernels = {
         (group.split_layer_path, group.parity): group
         for group in groups

@@ -17,7 +17,7 @@ from layoutmap.cost.search.groups import (
     select_searched_groups,
 )
 from layoutmap.cost.search.options import (
-    Grid,
+    MeshRoles,
     list_activation_options,
     list_group_options,
     make_bias_specs,
@@ -61,11 +61,11 @@ def find_block_stacks(
 
 @dataclass(frozen=True)
 class SearchedModel:
-    """Variables and repeated layers of a model, as a search needs them."""
+    """Variables and repeated layers of a model that a search finds layouts for."""
 
     variables: tuple[VariableSpec, ...]
     blocks: tuple[BlockStack, ...] = ()
-    kept: RuleSet | None = None  # rules that come first in every map, and are not searched
+    kept: RuleSet | None = None  # rules that come first in every map, and that the search does not change
 
     @cached_property
     def groups(self) -> tuple[VariableGroup, ...]:
@@ -77,7 +77,7 @@ class SearchedModel:
 
     @cached_property
     def free_blocks(self) -> tuple[BlockStack, ...]:
-        """Stacks of blocks with outputs that no kept rule matches."""
+        """Stacks of blocks whose outputs no kept rule matches, so that the search chooses their layouts."""
         kept = self.kept
         return tuple(b for b in self.blocks if kept is None or not kept.activations.match(b.paths[0]).rule)
 
@@ -92,13 +92,13 @@ class SearchedModel:
         }
 
     def make_layout_map(
-        self, grid: Grid, layouts: GroupLayouts, output_specs: Mapping[BlockStack, Specs | None]
+        self, roles: MeshRoles, layouts: GroupLayouts, output_specs: Mapping[BlockStack, Specs | None]
     ) -> RuleSet:
-        """Return the map with these layouts of groups and of blocks' outputs. Biases follow, other groups replicate."""
+        """Return the map with these layouts. A bias without one follows its kernel; other groups are replicated."""
         every = dict(layouts)
         for bias, kernel in map_biases_to_kernels(self.groups).items():
             if bias not in every and kernel in every:
-                every[bias] = make_bias_specs(bias, kernel, every[kernel], grid)
+                every[bias] = make_bias_specs(bias, kernel, every[kernel], roles)
         by_paths = {group.paths: every.get(group, (None,) * group.rank) for group in self.groups}
         rules = make_rules_for_groups(by_paths, self.variable_paths_by_alias)
         outputs = {
@@ -106,7 +106,7 @@ class SearchedModel:
             for b, specs in output_specs.items()
             if specs is not None
         }
-        made = RuleSet(grid.mesh, rest="replicated")
+        made = RuleSet(roles.mesh, rest="replicated")
         if self.kept is not None:
             made.update(self.kept)
         made.update({p: s for p, s in rules.items() if p not in made})
@@ -115,29 +115,29 @@ class SearchedModel:
 
 
 class LayoutSpace:
-    """Space of layout maps on one mesh. A point has a choice for each class of groups, and one for outputs of blocks.
+    """Layout maps on one mesh as points. Each coordinate is an index of a layout to try.
 
-    With `tie_similar`, similar groups share one choice. `extra_layouts` has further layouts that become choices.
+    With `tie_similar`, a tuple has similar groups, and otherwise one group. `extra_layouts` are further layouts to try.
     """
 
     def __init__(
         self,
         model: SearchedModel,
-        grid: Grid,
+        roles: MeshRoles,
         *,
         tie_similar: bool = True,
         extra_layouts: Iterable[tuple[GroupLayouts, Mapping[BlockStack, Specs | None]]] = (),
     ):
-        self.model, self.grid = model, grid
+        self.model, self.roles = model, roles
         extra_layouts = tuple(extra_layouts)
         classes = select_searched_groups(model.groups)
         self.classes = classes if tie_similar else tuple((group,) for each in classes for group in each)
-        self._choices = [_list_shared_choices(groups, grid) for groups in self.classes]
+        self._choices = [_list_shared_choices(groups, roles) for groups in self.classes]
         for groups, choices in zip(self.classes, self._choices, strict=True):
             choices += [_list_specs(groups, layouts) for layouts, _ in extra_layouts]
             choices[:] = dict.fromkeys(choices)
         blocks = model.free_blocks
-        common = [list_activation_options(b.shape, grid) for b in blocks]
+        common = [list_activation_options(b.shape, roles) for b in blocks]
         options = [
             tuple(s if s in o else None for o in common) for s in dict.fromkeys(s for o in common for s in o)
         ]
@@ -152,17 +152,17 @@ class LayoutSpace:
     def make_layout_map(self, point: Point) -> RuleSet:
         """Return the layout map for a point."""
         layouts, blocks = self.get_layouts(point)
-        return self.model.make_layout_map(self.grid, layouts, blocks)
+        return self.model.make_layout_map(self.roles, layouts, blocks)
 
     def get_layouts(self, point: Point) -> tuple[dict[VariableGroup, Specs], dict[BlockStack, Specs | None]]:
-        """Return the layouts of a point: of the searched groups, and of the outputs of blocks."""
+        """Return the layouts of a point as two dicts: by searched group, and by stack of blocks for their outputs."""
         layouts: dict[VariableGroup, Specs] = {}
         for groups, choices, choice in zip(self.classes, self._choices, point, strict=False):
             layouts.update(zip(groups, choices[choice], strict=True))
         return layouts, dict(zip(self.model.free_blocks, self._outputs[point[-1]], strict=True))
 
     def find_point(self, layouts: GroupLayouts, output_specs: Mapping[BlockStack, Specs | None]) -> Point:
-        """Return the point that has these layouts, which must be among the choices."""
+        """Return the point that has these layouts. Raise a `ValueError` if they are not among the choices."""
         classes = [
             choices.index(_list_specs(groups, layouts))
             for groups, choices in zip(self.classes, self._choices, strict=True)
@@ -171,10 +171,10 @@ class LayoutSpace:
         return (*classes, self._outputs.index(outputs))
 
 
-def _list_shared_choices(groups: Sequence[VariableGroup], grid: Grid) -> list[tuple[Specs, ...]]:
-    """Return the choices of groups that share an option. A choice has the specs of each group under one option."""
-    options = dict.fromkeys(option for group in groups for option in list_group_options(group, grid))
-    return [tuple(make_group_specs(group, option, grid) for group in groups) for option in options]
+def _list_shared_choices(groups: Sequence[VariableGroup], roles: MeshRoles) -> list[tuple[Specs, ...]]:
+    """Return the choices of groups that share an option. Each choice has the specs of all groups under one option."""
+    options = dict.fromkeys(option for group in groups for option in list_group_options(group, roles))
+    return [tuple(make_group_specs(group, option, roles) for group in groups) for option in options]
 
 
 def _list_specs(groups: Sequence[VariableGroup], layouts: GroupLayouts) -> tuple[Specs, ...]:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def read_axis_types(mesh: Mesh) -> tuple[AxisType, ...]:
-    """Return JAX's types of a mesh's dims."""
+    """Return the JAX `AxisType` of each dim of a mesh."""
     return tuple(AxisType.Explicit if name == "explicit" else AxisType.Auto for name in mesh.axis_types)
 
 
@@ -38,20 +38,20 @@ def make_one_device_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def leave_ambient_mesh() -> AbstractContextManager[object]:
-    """Suspend the mesh of `jax.set_mesh` while the context is open."""
+    """Return a context manager that suspends the mesh of `jax.set_mesh`."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     return jax.set_mesh(None)  # type: ignore[arg-type]
 
 
-# The program's own mesh may have other axis types, so enter the layout map's mesh (decisions/0201).
+# The mesh that the user's code has set may have different axis types, so enter the layout map's mesh (decisions/0201).
 def use_mesh(mesh: AnyMesh) -> AbstractContextManager[object]:
-    """Set the mesh for `jax.P`, `jax.shard_map`, and `jax.reshard`, also inside a trace."""
+    """Return a context manager that sets the mesh to which mesh dim names refer. It also works inside a trace."""
     return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
 
 
 def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
-    """Return whether `jax.set_mesh` has set a mesh that JAX treats as a different one."""
+    """Return whether `jax.set_mesh` has set a mesh unlike `mesh`. Always return False inside `jax.shard_map`."""
     ambient = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in ambient.axis_types:  # inside `jax.shard_map` arrays are local
         return False
@@ -59,14 +59,14 @@ def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
 
 
 def make_auto_axes_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Return a mesh with the same devices and dims, and with auto axes only."""
+    """Return a mesh with the same devices and dims, in which all axes are auto."""
     if AxisType.Explicit not in mesh.axis_types:
         return mesh
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names)
 
 
 def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
-    """Move the arrays of a tree to a mesh with the same devices and other axis types, without a copy."""
+    """Return a tree with its arrays on a mesh with the same devices and the axis types of `mesh`, without a copy."""
 
     def move_leaf(leaf: object) -> object:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
@@ -83,14 +83,14 @@ def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
 
 
 def warn_about_axis_types(mesh: AnyMesh) -> None:
-    """Warn if the mesh of `jax.set_mesh` has the dims of a model's mesh, since only their axis types differ."""
+    """Warn if the mesh of `jax.set_mesh` and a different mesh of a model differ only in their axis types."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.shape != mesh.shape:
         return
     warning = LayoutMapWarning(
-        "jax.set_mesh is active with the layout map's mesh but other axis types",
+        "the mesh of jax.set_mesh and the layout map's mesh have different axis types",
         facts={"jax.set_mesh": _format_mesh(ambient), "layout map": _format_mesh(mesh)},
-        why="JAX refuses to mix arrays of both, so calls of the model and its steps run under the map's mesh",
+        why="JAX refuses to mix arrays of both meshes, so the model and its steps run under the map's mesh",
         fix="create the map on the active mesh:  LayoutMap(jax.sharding.get_mesh()); or activate the "
         "map's dims as jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto, ..))",
     )

@@ -23,7 +23,7 @@ def convert_dtype(name: str, path: str) -> np.dtype[Any]:
     """Convert a dtype name to numpy's dtype.
 
     Raises:
-        EngineError: JAX would store another dtype, or has no such dtype. The message names the path.
+        EngineError: JAX would store a different dtype, or has no such dtype. The message names the path.
     """
     try:
         dtype = np.dtype(jnp.dtype(name))
@@ -62,14 +62,14 @@ def create_from_blocks(
     copy: bool = True,
     padded: Shape | None = None,
 ) -> Array:
-    """Create an array from blocks, each read once.
+    """Create a sharded array from blocks of values. Each distinct block is read once.
 
     Args:
         shape: The shape of the array.
         dtype: Its element type.
         sharding: Its sharding.
         read: Returns the values at an index.
-        copy: Whether to copy blocks. Without, they must not change, since JAX may share their memory on CPU devices.
+        copy: Whether to copy blocks. If not, they must not change, since JAX may share their memory on CPU devices.
         padded: The shape with padding; `None`: there is none.
     """
     if padded is not None and padded != shape:
@@ -88,7 +88,7 @@ def create_from_blocks(
 
 
 def constrain_traced(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Constrain a traced array to a sharding. Its mesh keeps the axis types of the program."""
+    """Return a traced array constrained to a sharding, under the axis types of the mesh with which it is traced."""
     mesh = jax.typeof(array).sharding.mesh
     if mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()
@@ -108,7 +108,7 @@ def constrain_traced(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 def _keep_dims_of_type(
     spec: PartitionSpec, axis_types: Mapping[str, AxisType], axis_type: AxisType
 ) -> PartitionSpec:
-    """Remove the mesh dims of the other axis type from a spec."""
+    """Return a spec with only the mesh dims of one axis type."""
     dims = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
     return PartitionSpec(
         *(tuple(dim for dim in entry if axis_types[dim] is axis_type) or None for entry in dims)
@@ -116,7 +116,7 @@ def _keep_dims_of_type(
 
 
 def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-    """Yield this process's shards, each index once. Random keys are yielded as key data.
+    """Yield the index and the values of each distinct shard of this process. Random keys are yielded as key data.
 
     On CPU devices the values share the array's memory, which never changes, because JAX does not donate memory that
     numpy shares. A numpy array, as in a pytree, is yielded as one shard.

@@ -1,4 +1,4 @@
-"""Lower operators that XLA's partitioner computes wrongly to other operators, while arrays are sharded.
+"""Replace operators that XLA's partitioner computes wrongly for sharded arrays, when JAX lowers a program.
 
 A lowering rule of JAX knows the number of devices, but not how arrays are sharded. So each replacement here is right in
 every layout. docs/xla-faults.md has the faults, each as a program of its own:
@@ -10,15 +10,15 @@ every layout. docs/xla-faults.md has the faults, each as a program of its own:
     a convolution in groups of features                              features are sharded between groups only
     the gradients of pooling                                         the axes that windows go over are gathered
     a sum of rows at indices, as the gradient of a gather, in uneven shards: XLA adds what pads them, too
-                                                                     nothing is put there
-    a scatter at unsigned indices, as the gradient of a sort, in uneven shards     they are signed
+                                                                     updates in the padding are set to 0
+    a scatter at unsigned indices, as the gradient of a sort, in uneven shards     signed indices are used
     padding between elements, and a dilation of windows              the gaps are an axis of their own
     windows that move over an axis in uneven shards                  the axis is gathered
-    a slice with a stride that reads one element                     it has no stride
-    a product that adds up over three axes or more                   it adds up over one that is made of them
+    a slice with a stride that reads one element                     the stride is 1
+    a product that adds up over three axes or more                   these axes are merged into one
     a Fourier transform along an axis with too few elements in a shard     the axis is gathered
     a slice that begins outside of a sharded axis, or an update that does: XLA moves it inside in each shard
-                                                                     it begins inside
+                                                                     the start is clamped before
 
 Private names of JAX, tested on 0.9.2 and 0.10.2:
 
@@ -58,7 +58,7 @@ with ImportGuard("jax"):
     from jaxlib.mlir.dialects import sdy as _sdy
 
 _MAX_PRODUCTS = 256
-"""The limit of products for a convolution. More of them would make the program too large."""
+"""The largest number of products that replace a convolution. More products would make the program too large."""
 
 _Axes = Sequence[int]
 Computation = Callable[..., object]
@@ -72,7 +72,7 @@ _num_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices"
 
 
 def install_corrections(shape: Sequence[int]) -> None:
-    """Register correct lowerings of operators that XLA miscompiles on meshes of this shape.
+    """Replace the lowering rules of operators that XLA miscompiles, if a mesh of this shape has several devices.
 
     They stay registered, because sharded arrays and JAX's cached programs may exist until the process ends
     (decisions/0112).
@@ -84,7 +84,7 @@ def install_corrections(shape: Sequence[int]) -> None:
 
 @contextmanager
 def correct_lowering_without_devices() -> Generator[None]:
-    """Correct programs that are lowered without devices until the block ends, because they run on a mesh later."""
+    """Until the block ends, also correct programs that are lowered without devices, since they will run on a mesh."""
     token = _without_devices.set(True)
     try:
         with _PATCHES.activate():
@@ -108,7 +108,7 @@ class _LoweringPatch:
         self._replaced: list[tuple[dict[Primitive, Any], object, object]] = []
 
     def install(self) -> None:
-        """Replace JAX's rules."""
+        """Replace JAX's lowering rules of the primitive."""
         for table in (_lowerings, *list(_platform_specific_lowerings.values())):
             entry = table.get(self._primitive)
             if entry is not None and all(entry is not ours for _, _, ours in self._replaced):
@@ -120,7 +120,7 @@ class _LoweringPatch:
                 table[self._primitive] = ours
 
     def remove(self) -> None:
-        """Restore JAX's rules, where ours are still installed."""
+        """Restore JAX's rules in each table that still contains our replacement."""
         for found in [each for each in self._replaced if each[0].get(self._primitive) is each[2]]:
             found[0][self._primitive] = found[1]
             self._replaced.remove(found)
@@ -153,7 +153,7 @@ def _lower_with_correction(
 def _lower_under_explicit_axes(
     replacement: Computation, context: Any, operands: Sequence[object], params: dict[str, object]
 ) -> Sequence[object]:
-    """Lower a replacement under explicit axes. Trace it without a mesh, because its reshapes have no `out_sharding`."""
+    """Lower a replacement under explicit axes. Trace without a mesh, so that reshapes need no `out_sharding`."""
     if "out_sharding" in params:
         params = {**params, "out_sharding": None}
     untyped = context.replace(
@@ -176,7 +176,7 @@ def _has_explicit_sharding(aval: object) -> bool:
 
 
 def _is_partitioned(axis_context: Any) -> bool:
-    """Return whether XLA partitions the program being lowered. It does not inside a `shard_map` over all dims."""
+    """Return whether XLA partitions the program. False for one device, and in a `shard_map` over all mesh dims."""
     if hasattr(axis_context, "manual_axes"):
         return len(axis_context.manual_axes) < len(axis_context.mesh.axis_names)
     return getattr(axis_context, "num_devices", 1) > 1 or _without_devices.get()
@@ -188,7 +188,7 @@ def _count_devices(axis_context: Any) -> int:
 
 
 def _is_divisible_by_devices(size: int, power: int = 1) -> bool:
-    """Return whether the size of an axis is a multiple of the number of devices, so that all shards are equal.
+    """Return whether the number of devices is known and divides an axis size, so that all shards are equal.
 
     Args:
         size: The size of the axis.
@@ -218,7 +218,7 @@ def _lower_gather_axes(context: Any, value: Any, *, axes: Collection[int]) -> Se
         constrain = functools.partial(lax.with_sharding_constraint, shardings=sharding)
         return mlir.lower_fun(constrain, multiple_results=False)(context, value)
     # Constrain without a mesh, because a lowering rule does not know the module's mesh, and Shardy would gather all
-    # axes for a constraint on another mesh.
+    # axes for a constraint on a different mesh.
     dims = [_sdy.DimensionShardingAttr.get([], is_closed=axis in axes) for axis in range(aval.ndim)]
     return [_sdy.ShardingConstraintOp(value, _sdy.TensorShardingAttr.get(_sdy.MeshAttr.get([]), dims)).result]
 
@@ -232,7 +232,7 @@ mlir.register_lowering(_gather_axes_p, _lower_gather_axes)
 def _select_and_scatter_gathered(
     operand: jax.Array, source: jax.Array, initial: jax.Array, **params: Any
 ) -> jax.Array:
-    """Compute `select_and_scatter_p` with the axes gathered that windows move over."""
+    """Compute `select_and_scatter_p` with operands and result gathered along the axes on which its windows move."""
     axes = _find_window_axes(**params)
     result = lax.select_and_scatter_p.bind(
         _gather_axes(operand, axes), _gather_axes(source, axes), initial, **params
@@ -241,7 +241,7 @@ def _select_and_scatter_gathered(
 
 
 def _select_and_gather_gathered(tangents: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    """Compute `select_and_gather_add_p` with the axes gathered that windows move over."""
+    """Compute `select_and_gather_add_p` with operands gathered along the axes on which its windows move."""
     axes = _find_window_axes(**params)
     result = lax.select_and_gather_add_p.bind(
         _gather_axes(tangents, axes), _gather_axes(operand, axes), **params
@@ -254,9 +254,10 @@ def _find_window_axes(*, window_dimensions: Sequence[int], **_: object) -> set[i
 
 
 def _reduce_gathered_windows(primitive: Primitive, operand: jax.Array, **params: Any) -> jax.Array:
-    """Reduce windows after gathering the axes that windows move over, unless their shards are even.
+    """Reduce windows after gathering the axes on which windows move, except axes with equal shards.
 
-    XLA shards a base dilation wrongly, so insert its gaps first. Only sums have one on an axis that a gradient shards.
+    XLA shards a base dilation wrongly, so insert its gaps first. Only sums need this, because in gradients no other
+    reduction has a dilation on a sharded axis.
     """
     dilation = params["base_dilation"]
     if primitive is lax.reduce_window_sum_p and max(dilation, default=1) > 1:
@@ -274,7 +275,7 @@ def _reduce_gathered_windows(primitive: Primitive, operand: jax.Array, **params:
 
 
 def _pad_array(operand: jax.Array, value: jax.Array, *, padding_config: Sequence[Sequence[int]]) -> jax.Array:
-    """Pad an operand. XLA shards padding between elements wrongly, so insert it first, by other operations."""
+    """Pad an operand. First insert padding between elements by other operations, because XLA shards it wrongly."""
     operand = _insert_gaps(operand, value, [interior for _, _, interior in padding_config])
     return lax.pad_p.bind(
         operand, value, padding_config=tuple((low, high, 0) for low, high, _ in padding_config)
@@ -282,7 +283,7 @@ def _pad_array(operand: jax.Array, value: jax.Array, *, padding_config: Sequence
 
 
 def _insert_gaps(operand: jax.Array, value: jax.Array, gaps: Sequence[int]) -> jax.Array:
-    """Insert `gaps[axis]` copies of `value` between the elements along each axis, by padding rows of one element."""
+    """Insert `gaps[axis]` copies of `value` between neighboring elements along each axis."""
     for axis, gap in enumerate(gaps):
         length = operand.shape[axis]
         if gap and length > 1:
@@ -334,7 +335,7 @@ def _convert_to_signed(indices: jax.Array) -> jax.Array:
 def _find_one_element_axes(
     operand: jax.Array, updates: jax.Array, dimension_numbers: lax.ScatterDimensionNumbers
 ) -> set[int]:
-    """Return the operand's axes along which a window has one element. XLA would write the window into every shard."""
+    """Return the axes on which a window covers one of several elements. XLA writes such windows into all shards."""
     without = {*dimension_numbers.inserted_window_dims, *dimension_numbers.operand_batching_dims}
     covered = [axis for axis in range(operand.ndim) if axis not in without]
     pairs = zip(dimension_numbers.update_window_dims, covered, strict=True)
@@ -345,7 +346,7 @@ def _find_one_element_axes(
 
 
 def _slice_inside_bounds(operand: jax.Array, *starts: jax.Array, slice_sizes: Sequence[int]) -> jax.Array:
-    """Slice after clamping the start indices, except on axes where the slice has one element, which XLA gets right."""
+    """Slice after clamping the start indices to the bounds. For one-element slices, XLA itself clamps correctly."""
     starts = _clamp_starts(starts, operand.shape, [size if size > 1 else 0 for size in slice_sizes])
     return lax.dynamic_slice_p.bind(operand, *starts, slice_sizes=slice_sizes)
 
@@ -353,7 +354,7 @@ def _slice_inside_bounds(operand: jax.Array, *starts: jax.Array, slice_sizes: Se
 def _slice_without_stride(
     operand: jax.Array, *, start_indices: _Axes, limit_indices: _Axes, strides: _Axes | None
 ) -> jax.Array:
-    """Slice without a stride where the result has one element, because XLA reads another element in shards."""
+    """Slice with stride 1 on axes with one result element, because XLA reads a wrong element for larger strides."""
     strides = list(strides or (1,) * operand.ndim)
     limits = list(limit_indices)
     for axis, start in enumerate(start_indices):
@@ -372,7 +373,7 @@ def _update_inside_bounds(operand: jax.Array, update: jax.Array, *starts: jax.Ar
 
 
 def _clamp_starts(starts: Sequence[jax.Array], shape: _Axes, sizes: _Axes) -> tuple[jax.Array, ...]:
-    """Return start indices from which slices of these sizes lie inside a shape. Sizes 0 keep their start."""
+    """Return start indices clamped so that slices lie inside the shape. A start with size 0 is not clamped."""
     return tuple(
         lax.clamp(
             start.dtype.type(0), start, start.dtype.type(min(length - size, jnp.iinfo(start.dtype).max))
@@ -389,7 +390,7 @@ def _clamp_starts(starts: Sequence[jax.Array], shape: _Axes, sizes: _Axes) -> tu
 def _multiply_arrays(
     lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: object
 ) -> jax.Array:
-    """Multiply after merging three or more summed axes into one. XLA may ignore a mesh dim that shards one of them."""
+    """Multiply after merging three or more summed axes, because XLA may ignore a mesh dim that shards one of them."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_summed) > 2:
         lhs, lhs_batch, lhs_summed = _merge_summed_axes(lhs, lhs_batch, lhs_summed)
@@ -399,7 +400,7 @@ def _multiply_arrays(
 
 
 def _merge_summed_axes(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Array, _Axes, _Axes]:
-    """Move the batch axes first and merge the summed axes. Return the operand, its batch axes, and its summed axis."""
+    """Return an operand with its batch axes first and its summed axes merged, the batch axes, and the merged axis."""
     others = [axis for axis in range(value.ndim) if axis not in (*batch, *summed)]
     shape = [value.shape[axis] for axis in (*batch, *others)]
     merged_size = math.prod(value.shape[axis] for axis in summed)
@@ -412,7 +413,7 @@ def _merge_summed_axes(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[j
 
 
 def _compute_fft(value: jax.Array, *, fft_type: lax.FftType | str | int, **params: object) -> jax.Array:
-    """Compute a Fourier transform, and gather the last axis first if XLA cannot split it correctly.
+    """Compute a Fourier transform. First gather the last axis if XLA would split it incorrectly.
 
     XLA itself gathers the operands of transforms that are real or inverse, or have fewer than three axes. On CPUs, XLA
     may choose an axis order in memory that its kernel does not support, so the result's order is constrained.
@@ -433,7 +434,7 @@ def _compute_fft(value: jax.Array, *, fft_type: lax.FftType | str | int, **param
 
 
 def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Compute a convolution by operations that XLA partitions correctly (see the module)."""
+    """Compute a convolution by operations that XLA partitions correctly (see the module's docstring)."""
     lhs_spec, rhs_spec, _ = numbers = params["dimension_numbers"]
     groups, by_batch = params["feature_group_count"], params["batch_group_count"] > 1
     shape = jax.eval_shape(functools.partial(lax.conv_general_dilated_p.bind, **params), lhs, rhs).shape
@@ -453,7 +454,7 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     )
     if is_product:
         return _convolve_as_product(result_sizes, lhs, rhs, **params)
-    if groups > 1:  # XLA inverts the permutation of the result's axes, so transpose by another operation
+    if groups > 1:  # XLA inverts the permutation of the result's axes, so transpose the result separately
         numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
     result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
     result = _gather_axes(_gather_within_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
@@ -463,7 +464,7 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def _gather_within_groups(value: jax.Array, axis: int, groups: int) -> jax.Array:
-    """Gather features within each group, so that shards are whole groups, because XLA mistakes shards for groups."""
+    """Gather features so that each shard has whole groups, because XLA would treat any shard as a group."""
     size = value.shape[axis] // groups
     if groups == 1 or size == 1:
         return value
@@ -474,7 +475,7 @@ def _gather_within_groups(value: jax.Array, axis: int, groups: int) -> jax.Array
 def _convolve_batch_groups(
     result_sizes: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any
 ) -> jax.Array:
-    """Compute a convolution in batch groups as one sum of products per position of the result.
+    """Compute a convolution with `batch_group_count` as one sum of products for each position of the result.
 
     It is the gradient of a kernel, so `result_sizes` is the shape of a window, and it sums over the rows of a batch.
     XLA sums products over shards correctly. On CPU devices this is also faster than XLA's own lowering, which
@@ -491,7 +492,7 @@ def _convolve_batch_groups(
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
         last = [start + length for start, length in zip(first, lengths, strict=True)]
         window = lax.slice(lhs, (0, 0, 0, *first), (*lhs.shape[:3], *last), (1, 1, 1, *dilation))
-        if lhs.shape[1] == rhs.shape[1] == 1:  # depthwise, so multiply elements instead of matrices
+        if lhs.shape[1] == rhs.shape[1] == 1:  # one feature per group, so multiply elements, not matrices
             products = window.astype(sums) * rhs.astype(sums)
             parts.append(products.sum(tuple(range(2, products.ndim)))[:, :, None])
         else:
@@ -505,7 +506,7 @@ def _convolve_batch_groups(
 def _convolve_as_product(
     result_sizes: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any
 ) -> jax.Array:
-    """Compute a convolution in feature groups as a product. Each spatial axis has a window or a result of size 1.
+    """Compute a convolution in feature groups as one `einsum`. Window or result has size 1 on each spatial axis.
 
     As a convolution, XLA ends the process on CPU devices if the features are sharded: "free(): invalid pointer".
     """
@@ -541,7 +542,7 @@ def _prepare_operands(
     preferred_element_type: np.dtype[Any] | None,
     **_: object,
 ) -> tuple[jax.Array, jax.Array, np.dtype[Any], np.dtype[Any]]:
-    """Return the operands with axes batch, features, positions, and the dtypes of the sums and the result."""
+    """Return both operands with the axes batch, features, positions, and the dtypes of the sums and of the result."""
     dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
     sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     edges = [(low, high, dilation - 1) for (low, high), dilation in zip(padding, lhs_dilation, strict=True)]
@@ -569,7 +570,7 @@ def _multiply_by_einsum(
 
 
 def _restore_axis_order(result: jax.Array, dimension_numbers: lax.ConvDimensionNumbers) -> jax.Array:
-    """Transpose a result from batch, features, positions to the convolution's axis order."""
+    """Transpose a result from the order batch, features, positions to the convolution's own axis order."""
     return jnp.transpose(result, list(map(dimension_numbers.out_spec.index, range(result.ndim))))
 
 

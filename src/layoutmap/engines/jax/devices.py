@@ -63,7 +63,7 @@ def find_devices(mesh: Mesh) -> list[Device]:
     """Return the devices of a mesh, in the mesh's order.
 
     Raises:
-        MeshError: The machine has too few devices, or not the ones that are named.
+        MeshError: The machine has too few devices, or lacks a named device.
     """
     names = resolve_device_names(mesh, list_device_names, "JAX", make_more_devices_fix("JAX", mesh.size))
     there = {get_device_name(device): device for device in _list_jax_devices(mesh.device_type)}
@@ -71,12 +71,12 @@ def find_devices(mesh: Mesh) -> list[Device]:
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
-    """Bind a mesh to devices of this machine."""
+    """Return a mesh with devices of this machine (see `Engine.bind_mesh`)."""
     return add_devices_to_mesh(mesh, find_devices(mesh))
 
 
 def add_devices_to_mesh(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
-    """Return a mesh with the names of these JAX devices."""
+    """Return a mesh that is bound to these JAX devices."""
     here = (i for i, device in enumerate(devices) if device.process_index == jax.process_index())
     return bind_devices(mesh, [get_device_name(device) for device in devices], here)
 
@@ -104,15 +104,17 @@ def _make_named_sharding(layout: Layout, axis_types: tuple[AxisType, ...]) -> Na
 
 
 def _check_memory_kind(layout: Layout) -> None:
-    """Raise for a memory kind that the devices of this process lack."""
+    """Raise an `EngineError` if the devices of this process lack a layout's memory kind."""
     device = jax.local_devices(backend=layout.mesh.device_type and layout.mesh.device_type.lower())[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if layout.host_memory not in kinds:
         raise EngineError(
-            f"these devices have no {layout.host_memory} memory",
+            f"the devices of this process have no {layout.host_memory} memory",
             facts={"layout": str(layout), "devices": device.platform.upper()},
             why=f"their memory kinds are {', '.join(kinds)}",
-            fix='use memory="pinned_host"' if "pinned_host" in kinds else "leave memory out",
+            fix='use memory="pinned_host"'
+            if "pinned_host" in kinds
+            else "leave memory= out of the rule or layout",
         )
 
 

@@ -86,10 +86,10 @@ class JaxEngine:
     # -- devices and layouts
 
     def check_layout(self, layout: Layout) -> None:
-        """Accept every layout, because JAX supports all."""
+        """Accept every layout, because JAX supports all layouts."""
 
     def check_dtype(self, name: str, path: str) -> None:
-        """Raise for a dtype that JAX would change. Random keys have a dtype of their own."""
+        """Raise an `EngineError` for a dtype that JAX would change. Dtypes of random keys are accepted."""
         if not name.startswith("key<"):
             convert_dtype(name, path)
 
@@ -103,7 +103,7 @@ class JaxEngine:
         return self._layouts.get_layout(array)
 
     def find_placement(self, array: object, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
-        """Return the layout of any array, or a description of its placement without one."""
+        """Return the layout of any array, or a description of its placement if no layout expresses it."""
         return self._layouts.find_placement(array, meshes)
 
     # -- creating arrays
@@ -114,7 +114,7 @@ class JaxEngine:
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, jax.Array]:
-        """Compute initial values in their layouts. They equal `initializer.global_value()` bit for bit.
+        """Return initial values in their layouts. The values equal `initializer.global_value()` bit for bit.
 
         An initializer with a program is computed in shards: equal programs are compiled once, and called with their
         seeds. Every process uses the seeds of process 0. If an initializer has no program, or its program cannot be
@@ -165,7 +165,7 @@ class JaxEngine:
     def make_mover(
         self, moves: Sequence[ArrayMove], arrays: Sequence[jax.Array], likes: Sequence[jax.Array]
     ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        """Compile programs that move arrays to the layouts of others (see `MakeMover`)."""
+        """Compile and return a function that moves arrays to the layouts of `likes` (see `MakeMover`)."""
         move = make_mover(moves, arrays, likes)
         layouts = [self.get_layout(like) for like in likes]
 
@@ -180,7 +180,7 @@ class JaxEngine:
         return move_and_record_layouts
 
     def list_programs(self) -> list[ShardedProgram]:
-        """Return the programs compiled so far."""
+        """Return the compiled programs of initializers that the cache contains."""
         return [program for program in self._programs.values() if isinstance(program, ShardedProgram)]
 
     def create_from_shards(
@@ -201,7 +201,7 @@ class JaxEngine:
         return ()
 
     def relayout(self, array: Array, layout: Layout, *, pad: bool = False) -> Array:
-        """Return the same values in another layout. Also accepts numpy arrays and values that numpy converts.
+        """Return the same values in a new layout. Numpy arrays and values that numpy converts are accepted.
 
         A numpy array of 64-bit numbers becomes one of 32-bit numbers, as JAX does everywhere unless `jax_enable_x64`
         is set. While JAX traces, the result is constrained to the layout.
@@ -222,9 +222,8 @@ class JaxEngine:
         )
         if movable:
             moved = wait_on_cpu(jax.device_put(array, sharding))
-        elif jnp.issubdtype(
-            array.dtype, jax.dtypes.prng_key
-        ):  # numpy cannot store PRNG keys, so move their data
+        elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            # numpy cannot store random keys, so move their data.
             specs = [*layout.sharding_specs, None]
             data = self.relayout(np.asarray(jax.random.key_data(array)), Layout(specs, layout.mesh))
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(array))
@@ -239,7 +238,7 @@ class JaxEngine:
         return array
 
     def to_numpy(self, array: jax.Array) -> NumpyArray:
-        """Gather all values of an array from all of its processes, each of which must call this.
+        """Return all values of an array. Each process that has a part of the array must call this.
 
         numpy cannot store random keys, so their key data are returned.
         """
@@ -267,11 +266,11 @@ class JaxEngine:
         return gathered_values
 
     def gather_from_processes(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Gather values from each process with a device of the mesh, one row each. All of them must call this."""
+        """Return one row of values for each process with a device of the mesh. All these processes must call this."""
         return gather_from_processes(values, find_devices(mesh))
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[object]:
-        """Replicate new arrays on the mesh while the context is open."""
+        """Return a context manager in which new arrays are replicated on the mesh."""
         check_random_mode(self.name, draws)
         return jax.set_mesh(self.make_native_layout(Layout.replicated(mesh, 0), 0).mesh)  # type: ignore[arg-type]
 
@@ -337,7 +336,7 @@ class JaxEngine:
         check_initial_value(variable, aval.shape, aval.dtype.name)  # type: ignore[attr-defined]
         if assignment.is_padded:
             sharding = self._layouts.make_sharding(_make_even_layout(assignment.layout, variable.shape))
-        # Programs compute in device memory, and the result moves to the host afterwards.
+        # Programs compute in device memory, so leave out the memory kind. The caller moves the result to the host.
         sharding = NamedSharding(sharding.mesh, sharding.spec)
         program = explain_no_shards(closed) or ShardedProgram(closed, sharding)
         with self._lock:
@@ -352,7 +351,7 @@ def engine() -> JaxEngine:
 
 # Fused padding would change the rounding, so pad in a separate program (decisions/0230).
 def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
-    """Return a layout without uneven axes. The dims of an uneven axis shard other axes that they divide, if any."""
+    """Return a layout without uneven axes. Mesh dims of an uneven axis shard a different axis if they fit there."""
     even = apply_uneven_policy(layout, shape, "replicate")
     for axis in layout.find_uneven_axes(shape):
         for dim in layout.list_mesh_dims(axis):
@@ -361,7 +360,7 @@ def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
 
 
 def _relayout_padded(array: Array, padded: Shape, sharding: NamedSharding) -> Array:
-    """Move an array to a sharding, and change its padding to fit."""
+    """Return an array in a sharding, stored with the padded shape `padded`."""
     stored, shape = unwrap_padded(array), array.shape
     if isinstance(stored, jax.Array) and (stored.shape, stored.sharding) == (padded, sharding):
         return array
@@ -380,7 +379,7 @@ def _make_seed_signature(seed: object) -> Hashable:
 def _compute_global_value(
     assignment: Assignment, initializer: Initializer, seed: object, *, use_shared_seed: bool
 ) -> NumpyArray:
-    """Return the global value of an initializer. With `use_shared_seed`, compute it by its program from `seed`."""
+    """Return the global value of an initializer. With `use_shared_seed`, its program computes it from `seed`."""
     value = (
         initializer.program.function(seed)
         if use_shared_seed and initializer.program is not None

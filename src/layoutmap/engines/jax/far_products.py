@@ -51,11 +51,11 @@ _RESULT = 2
 """The position of the result among a product's values. The operands have the positions 0 and 1."""
 
 _GRID_LAYOUT = re.compile(r"devices=\[(?:1,)*(?!1[,\]])\d+,(?:1,)*(?!1[,\]])\d")
-"""Matches a GSPMD layout with more than one shard, or copy, along two axes."""
+"""Matches a GSPMD layout that splits the devices along two axes, one of which may count copies."""
 
 _Sharding = _sdy.TensorShardingAttr | None
 DimPart = tuple[str, int, int]
-"""A mesh dim or a part of one: name, start, and stop. `("x", 2, 4)` is the minor half of a dim of size 4."""
+"""A mesh dim or a part of a dim: name, start, and stop. `("x", 2, 4)` is the minor half of a dim of size 4."""
 
 Axes = Sequence[Sequence[DimPart]]
 """For each axis of a tensor, the mesh dims or parts of dims that shard it, major to minor."""
@@ -92,7 +92,7 @@ def insert_barriers(module: _ir.Module, program_name: str) -> None:
         products = _list_products(module)
         if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
             if products and _GRID_LAYOUT.search(str(module)):
-                fix = "set jax_use_shardy_partitioner, as it is by default"
+                fix = "enable the Shardy partitioner: jax.config.update('jax_use_shardy_partitioner', True)"
                 raise _make_product_error(program_name, products[0], fix)
             return
         has_several_dims = any(
@@ -126,7 +126,7 @@ def insert_barriers(module: _ir.Module, program_name: str) -> None:
 
 
 def _copy_shared_functions(module: _ir.Module) -> None:
-    """Copy each function that several calls share, because the calls may need different layouts."""
+    """Copy functions so that each call has its own function, because calls may need different layouts."""
     table, called = _ir.SymbolTable(module.operation), set[str]()
 
     def copy_called_functions(function: _ir.Operation) -> None:
@@ -149,7 +149,7 @@ def _insert_barrier_after(result: Any) -> None:
 
 
 def _replicate_result(module: _ir.Module, result: Any) -> None:
-    """Constrain a result to be replicated. Operations that use it then slice each device's shard."""
+    """Constrain a result to be replicated, so that later operations slice each device's shard from the whole."""
     layout = _sdy.TensorShardingAttr.get(
         _find_largest_mesh_name(module),
         [_sdy.DimensionShardingAttr.get([], is_closed=True) for _ in result.type.shape],
@@ -160,7 +160,7 @@ def _replicate_result(module: _ir.Module, result: Any) -> None:
 
 
 def _gather_summed_axes(module: _ir.Module, op: _ir.OpView, position: int) -> None:
-    """Gather the operand at a position of a product along the axes that the product sums."""
+    """Gather one operand of a product, the one at `position`, along the axes that the product sums."""
     lhs, rhs, result = _LABELS[op.name](op)
     closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[position]]
     layout = _sdy.TensorShardingAttr.get(
@@ -172,7 +172,7 @@ def _gather_summed_axes(module: _ir.Module, op: _ir.OpView, position: int) -> No
 
 
 def _constrain_products(module: _ir.Module, layouts: Mapping[int, Sequence[_Sharding]]) -> None:
-    """Constrain the operands and results of products to `layouts`, by the number of the product.
+    """Constrain the operands and results of products to `layouts`. The keys are the numbers of the products.
 
     XLA simplifies a program before it propagates layouts, so it could resolve conflicts of layouts differently.
     Products that use the same value share one constraint, so that XLA gathers the value once.
@@ -194,7 +194,7 @@ def _constrain_products(module: _ir.Module, layouts: Mapping[int, Sequence[_Shar
 
 
 def _constrain_value(value: Any, layout: _sdy.TensorShardingAttr) -> Any:
-    """Constrain a value to a layout directly after its computation."""
+    """Insert a constraint to a layout directly after the computation of a value, and return the constrained value."""
     is_argument = isinstance(value.owner, _ir.Block)
     begins = _ir.InsertionPoint.at_block_begin if is_argument else _ir.InsertionPoint.after
     with begins(value.owner):
@@ -222,14 +222,14 @@ def _make_product_error(program_name: str, op: _ir.OpView, fix: str) -> EngineEr
     return EngineError(
         f"{program_name}: XLA could compute wrong numbers",
         facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
-        why="for some products, gathers, and scatters with results sharded over other mesh dims than "
-        "their operands, XLA uses a wrong order of devices (docs/xla-faults.md)",
+        why="XLA uses a wrong order of devices for some products, gathers, and scatters whose result is "
+        "sharded over different mesh dims than the operands (docs/xla-faults.md)",
         fix=fix,
     )
 
 
 def _find_product_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set[tuple[int, int]]]:
-    """Return the layouts of a program's products, and which values of products must be changed.
+    """Return the layouts of a program's products, and the values of products that must be redistributed.
 
     Returns:
         The layouts of the operands and the result by number of the product, without products whose values are all
@@ -267,7 +267,7 @@ def _list_product_values(op: _ir.OpView) -> Sequence[Any]:
 
 
 def _find_operand_positions(op: _ir.OpView) -> tuple[int, int]:
-    """Return the positions of the two compared operands: of a scatter, its updates and indices."""
+    """Return the positions of the two operands to compare: (0, 1), or updates and indices for a scatter."""
     return (2, 1) if op.name == _SCATTER else (0, 1)
 
 
@@ -309,7 +309,7 @@ class _ProductLayouts:
 
     @classmethod
     def from_operation(cls, op: _ir.OpView, meshes: Mapping[str, Mapping[str, int]]) -> Self:
-        """Read the layouts of an operation on one of `meshes`, and split its dims where any of the layouts does."""
+        """Read the layouts of an operation. If one uses only a part of a mesh dim, split that dim in all layouts."""
         values = _list_product_values(op)
         layouts = [_read_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
@@ -344,7 +344,7 @@ class _ProductLayouts:
         return None
 
     def _iterate_summed_dim_pairs(self) -> Iterator[tuple[set[DimPart], set[DimPart]]]:
-        """Yield pairs: the mesh dims that shard summed axes of the first operand, and those of the second.
+        """Yield pairs of the mesh dims that shard summed axes: of the first operand, and of the second operand.
 
         The first pair is for all summed axes together, and the others are for one axis each.
         """
@@ -353,7 +353,7 @@ class _ProductLayouts:
             yield self._find_summed_dims(0, label), self._find_summed_dims(1, label)
 
     def _find_summed_dims(self, position: int, summed_label: Hashable = None) -> set[DimPart]:
-        """Return the mesh dims that shard the summed axes of an operand, or with `summed_label` only that axis."""
+        """Return the parts of mesh dims that shard the summed axes of an operand, or only the axis `summed_label`."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
         placed = self._label_dim_parts(position).items()
         return {piece for piece, label in placed if label in summed and summed_label in (None, label)}
@@ -367,7 +367,7 @@ class _ProductLayouts:
         return bool(parts & self._label_dim_parts(_RESULT).keys())
 
     def _can_reorder_result(self, group_parts: set[DimPart], operand_positions: tuple[int, ...]) -> bool:
-        """Return whether XLA may read the result in another device order than the one that computed it.
+        """Return whether XLA may read the result in a different device order than the order that computed it.
 
         XLA does not if no part in `group_parts` shards the result. It also does not if these parts share no
         axis of the result with other parts, and each other part shards the same axis in an operand, in the same order.
@@ -402,7 +402,7 @@ class _GatherLayouts(_ProductLayouts):
     """The layouts of a gather's operand, indices, and result."""
 
     def find_position_to_change(self) -> int | None:
-        """Return the result's position if a mesh dim shards an axis only in the result, not in operand or indices."""
+        """Return `_RESULT` if the operand is sharded and a mesh dim shards an axis only in the result, else None."""
         if not self._label_dim_parts(0):
             return None
         found = self._label_dim_parts(_RESULT).items()
@@ -417,7 +417,7 @@ class _ScatterLayouts(_ProductLayouts):
     """The layouts of a scatter's updates, indices, and result."""
 
     def find_position_to_change(self) -> int | None:
-        """Return the result's position if a mesh dim shards its batch of tables, but not the batch of the updates."""
+        """Return `_RESULT` if a mesh dim shards a batch axis in the result, but not in the updates, else None."""
         batch = {*self.labels[1]} & {*self.labels[_RESULT]}
         found = self._label_dim_parts(_RESULT).items()
         is_apart = any(
@@ -432,7 +432,7 @@ def _count_shards(parts: Iterable[DimPart]) -> int:
 
 
 def _iterate_dims_by_axis(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, int | None]]]:
-    """Yield, for each axis, the mesh dims that shard it, with start and stop. The stop of a whole dim is None."""
+    """Yield a list for each axis: the mesh dims that shard it, with start and stop. A whole dim has the stop None."""
     for axis in map(_sdy.DimensionShardingAttr, layout.dimension_shardings):
         found: list[tuple[str, int, int | None]] = []
         for dim in map(_sdy.AxisRefAttr, axis.axes):
@@ -444,7 +444,7 @@ def _iterate_dims_by_axis(layout: _sdy.TensorShardingAttr) -> Iterator[list[tupl
 
 
 def _read_layout(value: Any) -> _Sharding:
-    """Return the layout that Shardy gave a value, or None for a replicated one."""
+    """Return the layout that Shardy gave a value, or None if the value is replicated."""
     owner = value.owner
     if isinstance(owner, _ir.Block):
         op, number = owner.owner.operation, _ir.BlockArgument(value).arg_number

@@ -31,8 +31,8 @@ from layoutmap.engines.protocol import Array, PlacementWithoutLayout
 class ArrayLayouts:
     """Find the layouts of arrays.
 
-    An abstract mesh and the same mesh with devices share one JAX mesh. Layouts of its arrays have the one of both that
-    was used first, except arrays that were created on the other one.
+    An abstract mesh and the same mesh with devices share one JAX mesh. The layout of an array on it has the mesh that
+    was used first, unless the array was created on the other mesh.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class ArrayLayouts:
         """Return the sharding of a layout that fits a shape.
 
         Raises:
-            LayoutError: It does not fit. With `pad`, axes need not divide.
+            LayoutError: The layout does not fit. With `pad`, shards may be uneven.
         """
         (layout.check_rank if pad else layout.check_fits)(shape, name)
         return self.make_sharding(layout)
 
     def find_mesh(self, native_mesh: jax.sharding.Mesh) -> Mesh:
-        """Return the mesh of a `jax.sharding.Mesh`: the first one used, or one with its devices, dims, and axis types.
+        """Return the first mesh that was used with a `jax.sharding.Mesh`, or if there is none, a new mesh like it.
 
         Raises:
             MeshError: An axis has a name that a mesh dim cannot have.
@@ -78,7 +78,7 @@ class ArrayLayouts:
         return known
 
     def get_layout(self, array: Any) -> Layout | None:
-        """Return the layout of an array, or None without a mesh with named dims."""
+        """Return the layout of an array, or None if it is on no mesh with named dims or no layout expresses it."""
         array = unwrap_padded(array)
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
@@ -90,7 +90,7 @@ class ArrayLayouts:
         return Layout(specs, mesh, memory=find_memory_kind(array) or None)
 
     def find_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | PlacementWithoutLayout:
-        """Return the layout of an array, or a description of its placement without one."""
+        """Return the layout of an array, or a description of its placement if no layout expresses it."""
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return _find_equivalent_layout(array, sharding, meshes)
@@ -108,12 +108,12 @@ class ArrayLayouts:
             )
 
     def record_layout(self, array: Array, layout: Layout, *, source: object = None) -> Array:
-        """Return the array with its mesh recorded, if an equal mesh was used before. It may be a new array object.
+        """Return an array for which `get_layout` returns the mesh of `layout`: `array`, or a new object if needed.
 
         Args:
             array: The array.
             layout: Its layout.
-            source: The array from which it was made, which may be the same object, and keeps its own layout.
+            source: The array from which `array` was made. It may be the same object, and keeps its own layout.
         """
         if isinstance(array, PaddedArray):
             return wrap_padded(
@@ -152,7 +152,7 @@ def _explain_missing_layout(spec: PartitionSpec) -> str | None:
 def _find_equivalent_layout(
     array: Any, sharding: object, meshes: Sequence[Mesh]
 ) -> Layout | PlacementWithoutLayout:
-    """Return a layout on one of `meshes` that equals a sharding without dim names, or the placement if none does."""
+    """Return a layout on one of `meshes` that equals a sharding, or a description of the placement if none does."""
     if not isinstance(sharding, Sharding):
         kind = "an array of numpy" if hasattr(array, "__array__") else "a shape without a sharding"
         return PlacementWithoutLayout(f"{kind}, which JAX copies to where it is used", is_copied=True)

@@ -110,6 +110,6 @@ def _get_unspecified_sharding() -> object:
 
 @functools.lru_cache(256)
 def _make_meshless_context(context: Any) -> Any:
-    """Return the context of an operation without its mesh, and with its random settings and compute type."""
+    """Return the context of an operation without its mesh. Its random settings and compute type remain."""
     with context.manager, use_mesh(_EMPTY):
         return jax.make_jaxpr(lambda x: x + 1)(0.0).eqns[0].ctx

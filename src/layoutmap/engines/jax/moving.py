@@ -1,4 +1,4 @@
-"""Move arrays to the devices and shardings of other arrays, with compiled programs that send only missing pieces."""
+"""Move arrays to new devices and shardings, with compiled programs that send each device only blocks that it lacks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from layoutmap.engines.jax.trees import find_memory_kind
 
 _DIM = "device"
 _STACKED_BYTES = 1 << 20
-"""The limit in bytes for stacking equal arrays. One operation moves a stack, but stacking copies the arrays."""
+"""The largest size of a stack of equal arrays. One operation moves a whole stack, but stacking copies the arrays."""
 
 Arrays = Sequence[jax.Array]
 ReceivedPiece = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A block that a device receives: the sender's position, and the block's start in the sent and the received shard."""
+"""A block that a device receives: the sender's position, and the block's start in the sender's and the new shard."""
 TransferRound = tuple[tuple[int, ...], tuple[tuple[int, ReceivedPiece], ...]]
-"""A shape, and the block of this shape that each receiver gets. No device sends or receives two in a round."""
+"""The shape of a round's blocks, and pairs: a receiver's position, and the block of this shape that it receives."""
 
 
 def make_mover(moves: Sequence[ArrayMove], arrays: Arrays, likes: Arrays) -> Callable[[Arrays], Arrays]:
-    """Compile a function that moves arrays to the shardings and dtypes of others (see `Engine.make_mover`)."""
+    """Compile a function that moves arrays to the shardings and dtypes of `likes` (see `Engine.make_mover`)."""
     targets = [_TargetArray.from_array(like) for like in likes]
     computed = [
         k
@@ -81,7 +81,7 @@ def make_mover(moves: Sequence[ArrayMove], arrays: Arrays, likes: Arrays) -> Cal
 
 @dataclass(frozen=True)
 class _TargetArray:
-    """The shape, dtype, and sharding of a new array. An uncommitted array remains uncommitted."""
+    """The shape, dtype, sharding, and memory of a new array, and whether it is committed to its devices."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -91,7 +91,7 @@ class _TargetArray:
 
     @classmethod
     def from_array(cls, array: jax.Array) -> _TargetArray:
-        """Return the target of an array that shall equal `array` in shape, dtype, sharding, and memory."""
+        """Return the target for a new array with the shape, dtype, sharding, and memory of `array`."""
         memory = find_memory_kind(array)
         return cls(array.shape, array.dtype, _move_to_device_memory(array).sharding, memory, array.committed)
 
@@ -101,7 +101,7 @@ class _TargetArray:
         return jax.device_put(zeros, self.sharding) if self.committed else jnp.asarray(zeros)
 
     def move_to_target(self, array: jax.Array) -> jax.Array:
-        """Move an array to the mesh and memory of the target."""
+        """Return an array moved to the sharding and memory of the target."""
         if self.committed and array.sharding != self.sharding:
             array = _join_shards(self.shape, self.sharding, _list_shards(array), array.dtype)
         # JAX cannot uncommit an array on devices, so copy it through host memory.
@@ -130,7 +130,7 @@ def _is_on_one_device(move: ArrayMove, arrays: Arrays, target: _TargetArray) -> 
 
 
 class _ConversionProgram:
-    """Compile all conversions of moves into one program. Results for other devices stay on the source devices.
+    """Convert arrays in one program. Results for different devices stay on the source devices until a transfer.
 
     Attributes:
         shardings: The sharding of each result that must still move to its target's devices; `None`: it is there.
@@ -157,7 +157,7 @@ class _ConversionProgram:
         return [wait_on_cpu(array) for array in made]
 
     def _compute_results(self, arrays: Arrays) -> list[jax.Array]:
-        # The trainer's next step may donate its arrays, so copy those that need no conversion.
+        # The next training step may donate the source arrays, so also copy arrays that need no conversion.
         return [
             jnp.copy(
                 arrays[move.sources[0]]
@@ -184,15 +184,15 @@ def _move_to_auto_axes(array: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The transfer of one array's blocks from its shards to those of its target. Equal transfers run together.
+    """The transfer of an array's blocks to the shards of its target. Equal transfers run together.
 
     Args:
         source_shape: Shape of the source shards.
         target_shape: Shape of the target shards.
         sent_dtype: Dtype in which blocks are sent: the smaller one of the source's and the target's.
         dtype: Dtype of the result.
-        steps: The collectives that send exactly the missing blocks, if there are such.
-        rounds: Otherwise, the blocks to send, by round.
+        steps: The collectives that send exactly the missing blocks; empty if no collectives do.
+        rounds: The blocks to send, by round, if `steps` is empty.
         target: The new array's shape, dtype, and sharding.
     """
 
@@ -213,7 +213,7 @@ class _Transfer:
         senders: Sequence[Device],
         receivers: Sequence[Device],
     ) -> _Transfer:
-        """Return the transfer of an array from a sharding to a target, in rounds."""
+        """Return the transfer of an array from a sharding to a target, by collectives if possible, else in rounds."""
         shape = target.shape
         source_indices = _find_shard_indices(sharding, shape)
         target_indices = _find_shard_indices(target.sharding, shape)
@@ -242,7 +242,7 @@ class _Transfer:
 
     @property
     def stacked_bytes(self) -> int:
-        """Bytes that stacking this transfer with equal ones adds on each device."""
+        """Bytes that one transfer adds to a stack of equal transfers on each device."""
         return max(1, math.prod(self.source_shape) * self.sent_dtype.itemsize)
 
 
@@ -260,7 +260,7 @@ def _group_into_rounds(
     senders: Mapping[Device, int],
     receivers: Mapping[Device, int],
 ) -> tuple[TransferRound, ...]:
-    """Group blocks into rounds. The blocks of a round have one shape, and no device sends or receives two of them."""
+    """Group blocks into rounds of one shape. No device sends or receives two blocks in a round."""
     rounds: list[tuple[tuple[int, ...], bool, dict[int, ReceivedPiece]]] = []
     count = len(senders)
 
@@ -291,7 +291,7 @@ def _group_into_rounds(
 
 
 class _TransferProgram:
-    """Compile and run the transfers from one tuple of devices to another."""
+    """Compile and run transfers of arrays from the devices `senders` to the devices `receivers`."""
 
     def __init__(
         self, transfers: Sequence[_Transfer], senders: tuple[Device, ...], receivers: tuple[Device, ...]
@@ -352,7 +352,7 @@ class _TransferProgram:
         return jax.jit(mapped)
 
     def _slice_pieces(self, shards: Arrays) -> list[list[jax.Array]]:
-        """Return, for each class of equal transfers, the block that this device sends in each round."""
+        """Return, for each class of equal transfers, the blocks that this device sends, one for each round."""
         place, found = jax.lax.axis_index(_DIM), list[list[jax.Array]]()
         for first, *others in self._classes:
             transfer = self._transfers[first]
@@ -369,7 +369,7 @@ class _TransferProgram:
         return found
 
     def _exchange_pieces(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Send blocks between devices, and return those that this device receives. Merge rounds of the same devices."""
+        """Exchange blocks, and return blocks that this device receives. Rounds of the same devices run together."""
         together: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for c, (first, *_) in enumerate(self._classes):
             transfer = self._transfers[first]
@@ -379,7 +379,9 @@ class _TransferProgram:
                 if any(sender != receiver for sender, receiver in pairs):
                     together.setdefault((pairs, transfer.sent_dtype), []).append((c, r))
         found = [
-            [_take_steps(each[0], self._transfers[first].steps)] if self._transfers[first].steps else [*each]
+            [_run_collective_steps(each[0], self._transfers[first].steps)]
+            if self._transfers[first].steps
+            else [*each]
             for each, (first, *_) in zip(sent, self._classes, strict=True)
         ]
         for (pairs, _), places in together.items():
@@ -392,7 +394,7 @@ class _TransferProgram:
         return found
 
     def _move_to_mesh(self, pieces: list[list[jax.Array]] | None, mesh_index: int) -> list[list[jax.Array]]:
-        """Return the blocks on another mesh, without sending any. Devices without blocks get zeros."""
+        """Return blocks as arrays on the mesh at `mesh_index`, without sending any. Missing blocks become zeros."""
         mesh, local = self._meshes[mesh_index], _list_local_devices(self._meshes[mesh_index])
         shapes = [
             [(len(numbers), *shape) for shape, _ in self._transfers[numbers[0]].rounds]
@@ -451,8 +453,8 @@ class _TransferProgram:
         return [found[k] for k in range(len(self._transfers))]
 
 
-def _take_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Array:
-    """Return the shards of stacked arrays after these steps. Axis 0 is that of the stack."""
+def _run_collective_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Array:
+    """Return the shards of stacked arrays after these collectives. Axis 0 counts the arrays of the stack."""
     for step in steps:
         if step.grown_axis is None:
             assert step.shrunk_axis is not None
@@ -460,7 +462,7 @@ def _take_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Arra
             stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.shrunk_axis + 1)
             continue
         groups, size = [*map(list, step.groups)], len(step.groups[0])
-        # XLA is slower if it exchanges parts of other axes than the first one.
+        # XLA exchanges parts of the first axis fastest, so move the axis with the parts to the front.
         if step.shrunk_axis is None:
             parts = jax.lax.all_gather(stacked, _DIM, axis_index_groups=groups)
         else:
@@ -475,7 +477,7 @@ def _take_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Arra
 
 
 def _group_equal_transfers(transfers: Sequence[_Transfer]) -> list[list[int]]:
-    """Return groups of positions of equal transfers. A group of several has at most `_STACKED_BYTES` on a device."""
+    """Return positions of equal transfers in groups. A group of several has at most `_STACKED_BYTES` per device."""
     groups: list[list[int]] = []
     open_groups: dict[_Transfer, list[int]] = {}
     for number, each in enumerate(transfers):
@@ -504,12 +506,12 @@ def _list_local_devices(mesh: jax.sharding.Mesh) -> list[Device]:
 
 
 def _make_stacked_spec(shape: tuple[int, ...]) -> PartitionSpec:
-    """Return the spec of an array that has the shards of all devices one after the other along its first axis."""
+    """Return the spec of an array that joins all devices' shards of a shape along axis 0. Scalars are not joined."""
     return PartitionSpec(_DIM) if shape else PartitionSpec()
 
 
 def _stack_shards(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
-    """Return an array that has the shards of `array` one after the other along its first axis, without a copy."""
+    """Return an array that joins the shards of `array` along its first axis, without a copy."""
     shards, shape = _list_shards(array), array.sharding.shard_shape(array.shape)
     whole = (mesh.size * shape[0], *shape[1:]) if shape else ()
     return _join_shards(whole, NamedSharding(mesh, _make_stacked_spec(shape)), shards, array.dtype)

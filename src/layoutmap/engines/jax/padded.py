@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
-# JAX would trace a pytree node, and optimizers would see the padding, so this is an opaque leaf (decisions/0230).
+# JAX would trace into a pytree node, so optimizers would see the padding. So this is an opaque leaf (decisions/0230).
 class PaddedArray:
     """Store an array with padding. `jax.numpy` and numpy read it without the padding.
 
@@ -55,7 +55,7 @@ class PaddedArray:
     __array_priority__ = 100
     committed = True
     is_padded = True
-    # jnp.zeros_like would reuse the sharding of a committed array, and JAX refuses it for the uneven shape.
+    # jnp.zeros_like reuses the sharding of committed arrays, which JAX refuses for uneven shapes, so claim to be none.
     _committed = False
     weak_type = False
     sharding = property(operator.attrgetter("array.sharding"))
@@ -172,7 +172,7 @@ def _gather_unpadded(array: jax.Array, shape: Shape, sharding: NamedSharding) ->
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def change_padding(array: jax.Array, shape: Shape, padded_shape: Shape, sharding: NamedSharding) -> jax.Array:
-    """Return a padded array with another padding and sharding on the same devices. `shape` is without padding."""
+    """Return a padded array with a new padding and sharding on the same devices. `shape` is the unpadded shape."""
     return jax.lax.with_sharding_constraint(pad_array(unpad_array(array, shape), padded_shape), sharding)
 
 
@@ -186,7 +186,7 @@ def compute_padded_shape(shape: Sequence[int], sharding: NamedSharding) -> Shape
 
 
 def wrap_padded(array: Array, shape: Sequence[int]) -> Array:
-    """Return an array as a `PaddedArray` of a logical shape, or unchanged if it has this shape."""
+    """Return an array as a `PaddedArray` of a logical shape, or unchanged if the array itself has this shape."""
     return array if tuple(array.shape) == tuple(shape) else PaddedArray(array, shape)
 
 
@@ -205,7 +205,7 @@ def explain_no_padding(variable: VariableSpec, layout: Layout) -> str:
 
 
 def replace_by_logical_shapes(tree: T) -> T:
-    """Replace each `PaddedArray` and host array of a tree by a `ShapeDtypeStruct`, to trace functions."""
+    """Return a tree for tracing, with a `ShapeDtypeStruct` in place of each `PaddedArray` and host array."""
 
     def replace_leaf(leaf: object) -> object:
         if isinstance(leaf, jax.Array) and find_memory_kind(leaf):
@@ -221,7 +221,7 @@ def replace_by_logical_shapes(tree: T) -> T:
 def wrap_for_stored_arrays(
     function: Callable[..., T], *trees: object
 ) -> tuple[Callable[..., T], list[Array]]:
-    """Wrap a function so that it takes the stored, padded arrays of `trees`. Return it and these arrays."""
+    """Return a function that takes the stored, padded arrays of `trees`, and the list of these arrays."""
     leaves, tree = jax.tree.flatten(trees)
     shapes = [leaf.shape if isinstance(leaf, PaddedArray) else None for leaf in leaves]
 
@@ -234,7 +234,7 @@ def wrap_for_stored_arrays(
 
 
 def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]) -> BlockReader:
-    """Wrap a reader of unpadded blocks so that it returns padded blocks."""
+    """Return a reader of padded blocks. It reads unpadded blocks with `read`, and fills the padding with zeros."""
 
     def read_padded(index: Index) -> NumpyArray:
         part = intersect_blocks(index, make_full_index(shape))

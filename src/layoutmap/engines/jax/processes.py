@@ -1,6 +1,6 @@
-"""Share seeds, and compare values, between the processes of a JAX program.
+"""Share seeds and compare values between JAX processes.
 
-Only processes that have a device of the mesh take part: a mesh of some processes' devices needs no others.
+Only processes that have a device of the mesh take part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gather_from_processes(values: NumpyArray, devices: Sequence[Device]) -> Nump
         rows = jax.make_array_from_callback((num_processes, row.size), sharding, lambda _: row)
         replicated = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
         received = np.asarray(replicated.addressable_data(0))
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if the program cannot start
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if the transfer cannot be started
         raise _make_unreachable_error(error) from error
     return received.view(values.dtype).reshape(-1, *values.shape)
 
@@ -51,16 +51,16 @@ def _make_unreachable_error(error: Exception) -> EngineError:
     """Return the error for processes that could not exchange a few bytes."""
     lines = str(error).strip().splitlines()
     return EngineError(
-        "another process of this program cannot be reached",
+        "another process of this job cannot be reached",
         facts={"jax": lines[0] if lines else type(error).__name__},
-        why="it ended, failed, or does not answer, and computing on the mesh needs all processes",
+        why="that process ended, failed, or does not answer, and computing on the mesh needs all processes",
         fix="read the last output of the other processes, and restart all processes",
     )
 
 
 @functools.lru_cache(256)
 def _make_process_sharding(devices: tuple[Device, ...]) -> NamedSharding:
-    """Return the sharding of one row on the first device of each process."""
+    """Return the sharding of an array with one row per process, each on the first device of its process."""
     first = {device.process_index: device for device in reversed(devices)}
     column = np.empty(len(first), object)
     column[:] = [first[process] for process in sorted(first)]
@@ -68,7 +68,7 @@ def _make_process_sharding(devices: tuple[Device, ...]) -> NamedSharding:
 
 
 def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
-    """Return the seeds of all programs. All processes use those of process 0.
+    """Return the seed of each initializer with a program, by key. All processes get the seeds of process 0.
 
     Args:
         initializers: The initializers by key, in the same order in all processes.

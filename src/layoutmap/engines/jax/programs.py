@@ -1,4 +1,4 @@
-"""Split an initializer's program into steps that compute only shards. The values equal unsharded ones bit for bit.
+"""Split an initializer's program into segments that compute only shards. Values equal unsharded values bit for bit.
 
 An unsharded model runs its initializer eagerly: each operation is a compiled program of its own. Compiled into one
 program, `sample * stddev + mean` becomes a fused multiply-add, which rounds once instead of twice, and the values
@@ -6,7 +6,7 @@ differ in the last bit. So the program is traced, and each operation that rounds
 devices of the mesh. Operations that never round (moves, whole numbers) are compiled with the next one that does.
 
 The result of an operation that sums elements (a matrix product, a sum, a QR decomposition) depends on the sharding of
-its operand. A program with such an operation cannot be computed in shards; `explain_no_shards` returns it.
+its operand. A program with such an operation cannot be computed in shards; `explain_no_shards` names the operation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ORDERING = "argmax argmin reduce_max reduce_min sort"
 _SAME_WHEN_SHARDED = _EXACT_MOVES.union(_ELEMENTWISE.split(), _ORDERING.split())
 """Operations whose results are equal bit for bit in every sharding of their operands.
 
-On CPU devices `atan` is none of them (measured with JAX 0.10.2), so functions that use `atan` are left out, too.
+On CPU devices `atan` is not among them (measured with JAX 0.10.2), so functions that use `atan` are left out, too.
 """
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2")
@@ -54,7 +54,7 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 
 @contextmanager
 def leave_program_context() -> Generator[None]:
-    """Suspend tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit` while the context is open."""
+    """Suspend tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit` until the block ends."""
     with jax.core.eval_context(), ExitStack() as stack:
         stack.enter_context(leave_ambient_mesh())
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def make_closed_jaxpr(
     outvars: Sequence[Var],
     consts: dict[Var, Any] | None = None,
 ) -> ClosedJaxpr:
-    """Make a program of some operations.
+    """Return a program that consists of these operations.
 
     Args:
         eqns: The operations, in order.
@@ -94,15 +94,15 @@ def _make_empty_debug_info(num_arguments: int) -> DebugInfo:
 
 
 def explain_no_shards(closed: ClosedJaxpr) -> str:
-    """Return why computing a program in shards could change its result, or an empty text if it cannot."""
+    """Return why computing a program in shards could change its result, or an empty text if that is safe."""
     if any(jnp.size(const) > _MAX_CONSTANT_SIZE for const in closed.consts):
         return "its value is computed from a constant array"
     found = next(_iterate_unshardable_operations(closed.jaxpr), None)
-    return f"{found} may return other last bits if its operand is sharded" if found else ""
+    return f"the last bits of {found} may differ if its operand is sharded" if found else ""
 
 
 def _iterate_unshardable_operations(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yield the names of operations that may return other last bits if their operands are sharded."""
+    """Yield the names of operations that may return different last bits if their operands are sharded."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = list(iterate_inner_jaxprs(eqn.params.values()))
@@ -130,13 +130,13 @@ def is_ref(var: object) -> TypeGuard[Var]:
 
 
 def _has_rounding_dtype(var: Any) -> bool:
-    """Return whether a value has a dtype that rounds."""
+    """Return whether a value has an inexact dtype, so that operations may round it."""
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Operations that are compiled together, and their variables. No later segment uses those of `freed_inputs`."""
+    """Operations that are compiled together. No later segment uses the variables in `freed_inputs`."""
 
     compiled: Callable[..., Sequence[jax.Array]]
     inputs: tuple[Var, ...]
@@ -146,7 +146,7 @@ class _Segment:
 
 # XLA rounds a fused multiply-add only once, so split the program after each rounding (decisions/0006).
 class ShardedProgram:
-    """Compile a traced program step by step for one sharding.
+    """Compile a traced program in segments, and compute its result in one sharding.
 
     Args:
         closed: The result of `trace_program`, for which `explain_no_shards` returns an empty text.
@@ -156,7 +156,7 @@ class ShardedProgram:
     def __init__(self, closed: ClosedJaxpr, sharding: NamedSharding):
         self._closed = closed
         self._sharding = sharding
-        # The traced program contains no shardings, so compile it under auto axes, even if the result's are explicit.
+        # The traced program has no shardings, so compile it under auto axes, even if the result has explicit axes.
         assert isinstance(sharding.mesh, jax.sharding.Mesh), "an array has devices"
         mesh = make_auto_axes_mesh(sharding.mesh)
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
@@ -171,30 +171,30 @@ class ShardedProgram:
         groups = [group for group in groups if group]
         needs = [_list_group_inputs(group) for group in groups]
         shape = self._result.aval.shape
-        steps: list[_Segment] = []
+        segments: list[_Segment] = []
         for i, group in enumerate(groups):
             later: set[Var] = set().union(*needs[i + 1 :])
             wanted = later if isinstance(self._result, Literal) else later | {self._result}
             outputs = tuple(var for eqn in group for var in eqn.outvars if var in wanted)
             if outputs:
                 last = tuple(var for var in needs[i] if var not in wanted)
-                out = [_choose_step_sharding(var.aval, shape, sharding) for var in outputs]
-                steps.append(
+                out = [_choose_intermediate_sharding(var.aval, shape, sharding) for var in outputs]
+                segments.append(
                     _Segment(_compile_group(group, needs[i], outputs, out), tuple(needs[i]), outputs, last)
                 )
-        self._steps = steps
+        self._segments = segments
         self._relayout_result = jax.jit(lambda x: x, out_shardings=sharding)
 
     def __call__(self, seed: object) -> jax.Array:
-        """Compute the value for a seed. Each device computes only its shard."""
+        """Return the result for a seed. Each device computes only its shard."""
         values = self._map_inputs_to_values(jax.tree.leaves(seed))
-        for step in self._steps:
-            made = step.compiled(*(values[var] for var in step.inputs))
-            for var in step.freed_inputs:
+        for segment in self._segments:
+            made = segment.compiled(*(values[var] for var in segment.inputs))
+            for var in segment.freed_inputs:
                 values.pop(var, None)
-            values.update(zip(step.outputs, made, strict=True))
+            values.update(zip(segment.outputs, made, strict=True))
             del made
-        if self._steps and self._result in self._steps[-1].outputs:
+        if self._segments and self._result in self._segments[-1].outputs:
             made = values[self._result]
         else:
             made = self._relayout_result(
@@ -208,19 +208,19 @@ class ShardedProgram:
         values = dict(zip(jaxpr.invars, seed_leaves, strict=True))
         return values | dict(zip(jaxpr.constvars, self._closed.consts, strict=True)) | self._literals
 
-    def lower_steps(self) -> list[jax.stages.Lowered]:
-        """Run each step with zeros as seed, and return the lowered steps, for tests and benchmarks."""
+    def lower_segments(self) -> list[jax.stages.Lowered]:
+        """Run each segment with zeros as the seed, and return the lowered segments, for tests and benchmarks."""
         values = self._map_inputs_to_values([jnp.zeros(a.shape, a.dtype) for a in self._closed.in_avals])  # type: ignore[attr-defined]
         lowered: list[jax.stages.Lowered] = []
-        for step in self._steps:
-            arguments = [values[var] for var in step.inputs]
-            lowered.append(step.compiled.lower(*arguments))  # type: ignore[attr-defined]
-            values.update(zip(step.outputs, step.compiled(*arguments), strict=True))
+        for segment in self._segments:
+            arguments = [values[var] for var in segment.inputs]
+            lowered.append(segment.compiled.lower(*arguments))  # type: ignore[attr-defined]
+            values.update(zip(segment.outputs, segment.compiled(*arguments), strict=True))
         return lowered
 
 
 def _replace_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, np.ndarray]]:
-    """Replace constants in operations by variables, and return their values.
+    """Return operations with variables in place of literal constants, and the values of these variables.
 
     An unsharded model passes constants to its programs as arguments. For a constant inside a program, the compiler
     multiplies by the reciprocal instead of dividing, and has its own square root, so the last bit would differ.
@@ -253,10 +253,12 @@ def _compile_group(
     return jax.jit(jaxpr_as_fun(make_closed_jaxpr(group, inputs, outputs)), out_shardings=out_shardings)
 
 
-def _choose_step_sharding(aval: Any, result_shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of a value between two steps: the result's sharding if it has the result's shape.
+def _choose_intermediate_sharding(
+    aval: Any, result_shape: tuple[int, ...], sharding: NamedSharding
+) -> NamedSharding:
+    """Return the sharding of a value between two segments: the result's sharding if it has the result's shape.
 
-    If not, a large value is sharded over all devices along one axis, if possible, and others are replicated.
+    Other values are sharded over all devices along one axis if they are large and that is possible, or replicated.
     """
     is_random_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if not is_random_key and aval.shape == result_shape:

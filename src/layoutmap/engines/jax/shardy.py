@@ -43,7 +43,7 @@ def _make_unsupported_error(missing: str) -> EngineError:
     return EngineError(
         f"jaxlib {jaxlib.version.__version__}: the layouts of a step cannot be found",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
-        why="the partitioner Shardy finds them with private passes of jaxlib, which differ in this release",
+        why="layoutmap finds them with passes of the partitioner Shardy, which are private and differ in this release",
         fix=f'pip install "jaxlib=={TESTED}.*"',
     )
 
@@ -63,17 +63,13 @@ def serialize_module(module: Module) -> bytes:
 
 
 def parse_module(text: str | bytes) -> _ir.Module:
-    """Parse a module from text or MLIR bytecode, in the open context."""
+    """Parse a module from text or MLIR bytecode, in the MLIR context that the caller has entered."""
     return _ir.Module.parse(text)
 
 
 @functools.cache
 def check_shardy_passes() -> None:
-    """Raise if this jaxlib lacks MLIR's bindings or Shardy's passes.
-
-    Raises:
-        EngineError: This jaxlib lacks one of them.
-    """
+    """Raise an `EngineError` if this jaxlib lacks MLIR's bindings or Shardy's passes."""
     if _missing:
         raise _make_unsupported_error(_missing)
     with make_mlir_context():
@@ -85,7 +81,7 @@ def check_shardy_passes() -> None:
 
 
 def format_sharding(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
-    """Format a layout as Shardy's text. Missing axes are unsharded, and without a layout all axes are open."""
+    """Return a layout as Shardy's text. Axes beyond its rank are unsharded. `None` lets Shardy choose all axes."""
     if layout is None:
         return f"<@{mesh}, [{', '.join(['{?}'] * rank)}]>"
     names = [", ".join(f'"{dim}"' for dim in layout.list_mesh_dims(axis)) for axis in range(layout.rank)]
@@ -99,14 +95,14 @@ def copy_with_layouts(
     result_layouts: Sequence[Layout | None],
     choose_mark_layout: Callable[[str, tuple[int, ...]], Layout | None],
 ) -> _ir.Operation:
-    """Return a copy of a module with layouts as XLA expects them.
+    """Return a copy of a module for a mesh, with layouts of its arguments, results, and layer outputs.
 
     Args:
         module: The module, with marks of layer outputs. It is not changed.
         mesh: The mesh.
         argument_layouts: The layout of each argument of its main function; `None`: the partitioner chooses.
-        result_layouts: The layout of each result, likewise. A result with a layout reuses the memory of the argument
-            at its position.
+        result_layouts: The layout of each result; `None`: the partitioner chooses. A result with a layout reuses the
+            memory of the argument at its position.
         choose_mark_layout: Returns the layout of a mark by the name of its operation and its shape; `None`: remove it.
     """
     with module.context, _ir.Location.unknown():
@@ -134,7 +130,7 @@ def copy_with_layouts(
         return copy
 
 
-# Shardy drops the shardings of arguments and results with uneven shards, so pad them as in steps (decisions/0230).
+# Shardy drops the shardings of uneven arguments and results, so pad these like training steps do (decisions/0230).
 def _pad_boundary(
     main: Any, argument_layouts: Sequence[Layout | None], result_layouts: Sequence[Layout | None]
 ) -> None:
@@ -177,7 +173,7 @@ def _pad_boundary(
 
 
 def _make_padded_type(tensor_type: Any, layout: Layout) -> Any:
-    if layout.rank != len(tensor_type.shape):  # a random key has one more axis here, and no padding
+    if layout.rank != len(tensor_type.shape):  # a random key: it has one more axis here, and is never padded
         return tensor_type
     return _ir.RankedTensorType.get(layout.pad_shape(tensor_type.shape), tensor_type.element_type)
 

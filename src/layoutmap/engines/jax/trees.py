@@ -13,7 +13,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 
 
 def list_variables(tree: object) -> list[VariableSpec]:
-    """List the arrays of a pytree as variables by path. Random keys are RNG states."""
+    """Return a `VariableSpec` for each array of a pytree, with its path. The kind of random keys is `RNG`."""
     found: list[VariableSpec] = []
 
     def append_variable(path: str, leaf: Any) -> None:
@@ -25,7 +25,7 @@ def list_variables(tree: object) -> list[VariableSpec]:
 
 
 def map_arrays_by_path(tree: object, function: Callable[[str, Any], object]) -> Any:
-    """Map a function over the arrays of a tree with their paths. Other leaves become None."""
+    """Return a tree with `function(path, array)` in place of each array. Other leaves become None."""
 
     def map_leaf(keys: Any, leaf: object) -> object:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
@@ -54,7 +54,7 @@ def move_to_memory(array: jax.Array, memory: str | None) -> jax.Array:
 
 
 def find_memory_kind(array: Any) -> str:
-    """Return the memory kind of an array, such as `"pinned_host"`, or an empty text for its devices' default."""
+    """Return the memory kind of an array, such as `"pinned_host"`, or an empty text for the devices' default."""
     sharding = getattr(array, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if not isinstance(sharding, Sharding) or isinstance(mesh, jax.sharding.AbstractMesh):

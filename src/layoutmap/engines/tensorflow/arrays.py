@@ -42,11 +42,11 @@ T = TypeVar("T")
 Array: TypeAlias = tf.Tensor | tf.Variable
 _MAX_MESHES = 1024
 default_mesh_lock = threading.RLock()
-"""The lock for setting DTensor's default mesh. DTensor also sets it to create a variable and to relayout."""
+"""The lock for setting DTensor's default mesh, which DTensor also sets when it creates a variable or relayouts."""
 
 _lock = threading.Lock()
-# An abstract mesh and the same mesh with devices map to one DTensor mesh, which DTensor recreates for each layout.
-# Tensors use the first mesh unless they were created on the other one.
+# An abstract mesh and the same mesh with devices map to one DTensor mesh. DTensor recreates it for each layout, so the
+# keys are its text. Tensors have the mesh that was used first, unless they were created on the other mesh.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
 
@@ -62,7 +62,7 @@ def convert_layout(layout: Layout) -> NativeLayout:
 
 
 def get_layout(array: object) -> Layout | None:
-    """Return the layout of a tensor or variable, or None without a mesh or in a `tf.function`."""
+    """Return the layout of a tensor or variable, or None if it is on no mesh or a `tf.function` is being traced."""
     if not isinstance(array, (tf.Tensor, tf.Variable)) or not tf.executing_eagerly():
         return None
     if not dtensor.is_dtensor(array):
@@ -74,7 +74,7 @@ def get_layout(array: object) -> Layout | None:
 
 
 def find_placement(array: object, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
-    """Return the layout of any tensor, or a description of its placement without one."""
+    """Return the layout of any tensor, or a description of its placement if no layout expresses it."""
     try:
         layout = get_layout(array)
     except LayoutMapError as error:
@@ -94,7 +94,7 @@ def _find_mesh(native_mesh: NativeMesh) -> Mesh:
 
 
 def record_layout(array: T, layout: Layout) -> T:
-    """Record the layout in which a tensor was created, and return it. Two layouts may have the same DTensor layout."""
+    """Record the layout in which a tensor was created, because DTensor merges some layouts. Return the tensor."""
     setattr(array, _MADE_IN, layout)
     return array
 
@@ -120,7 +120,7 @@ def canonicalize_values(values: Any) -> NumpyArray:
 
 
 def is_numeric_dtype(dtype: Any) -> bool:
-    """Return whether sharded tensors support a dtype, given as TensorFlow's, numpy's, or its name."""
+    """Return whether sharded tensors support a dtype, which is a dtype of TensorFlow or numpy, or a name."""
     try:
         dtype = tf.as_dtype(dtype)
     except TypeError:
@@ -129,7 +129,7 @@ def is_numeric_dtype(dtype: Any) -> bool:
 
 
 def unwrap_variable(array: Array) -> tf.Tensor:
-    """Return a variable's tensor, and a tensor unchanged."""
+    """Return the tensor of a variable, or a tensor unchanged."""
     return array.read_value() if isinstance(array, tf.Variable) else array
 
 
@@ -151,7 +151,7 @@ def _get_tensor_with_values(array: Array) -> tf.Tensor:
 
 
 def iterate_shards(array: Array, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-    """Yield copies of this process's shards, each index once."""
+    """Yield the index and a copy of the values of each distinct shard of this process."""
     tensor = _get_tensor_with_values(array)
     layout = get_layout(tensor)
     shape = get_static_shape(tensor)
@@ -180,7 +180,7 @@ def iterate_device_values(array: Array) -> Iterator[tuple[str, NumpyArray]]:
 def create_from_blocks(
     shape: tuple[int, ...], layout: Layout, read: BlockReader, *, copy: bool = True
 ) -> tf.Tensor:
-    """Create a tensor from blocks, each read once. Without `copy`, it may share their memory, which must not change."""
+    """Create a tensor from blocks, each read once. Without `copy`, blocks must not change: memory may be shared."""
     native = convert_layout(layout)
     device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
     made: dict[int, tf.Tensor] = {}
@@ -207,7 +207,7 @@ def to_numpy(array: Array) -> NumpyArray:
 
 
 def relayout_tensor(array: Array, layout: Layout) -> tf.Tensor:
-    """Return a tensor in another layout without changing a bit. Gradients are moved back to its layout."""
+    """Return a tensor in a new layout without changing a bit. Its gradient is moved back to the old layout."""
     if not is_numeric_dtype(array.dtype):
         raise make_non_numeric_error("TensorFlow", array.dtype.name)
     if not tf.executing_eagerly():
@@ -233,13 +233,13 @@ def relayout_tensor(array: Array, layout: Layout) -> tf.Tensor:
 
 
 def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
-    """Return a tensor in another layout, inside a traced function. Its gradient has the old layout of the tensor."""
+    """Return a tensor in a new layout, inside a traced function. Its gradient has the old layout."""
     with default_mesh_lock:
         return dtensor.relayout(tensor, convert_layout(layout))
 
 
 def relayout_with_single_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Relayout a tensor of a trace so that its layout contains mesh dims of size 1, for results of the function."""
+    """Return a tensor of a trace in a layout that also names mesh dims of size 1, for results of the function."""
     native = make_native_layout(layout, keep_single=True)
     if tf.executing_eagerly() or native == convert_layout(layout):
         return tensor

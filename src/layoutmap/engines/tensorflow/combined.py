@@ -29,7 +29,7 @@ _current = threading.local()
 
 
 class WriteOrderError(Exception):
-    """Raised in the trace of a step with a write of a variable that cannot be moved to the end of the step."""
+    """Raised while a step is traced if a write of a variable cannot be moved to the end of the step."""
 
     ag_pass_through = True
 
@@ -42,7 +42,7 @@ class _CollectedWrites:
         self.values: dict[int, tuple[Callable[[tf.Tensor], object], tf.Tensor]] = {}
 
     def write_all(self) -> None:
-        """Write the variables, and raise a `WriteOrderError` if another operation of the step could access one."""
+        """Write the collected values, or raise a `WriteOrderError` if other operations could access a variable."""
         for write, value in self.values.values():
             write(value)
         written = 0
@@ -58,7 +58,7 @@ class _CollectedWrites:
 def collect_write(
     variable: tf.Variable, compute: Callable[[], tf.Tensor], write: Callable[[tf.Tensor], object]
 ) -> bool:
-    """Collect a write of a variable by the step that is being traced. Return False if no such step is traced.
+    """Collect a write by the step being traced, and return True. Return False if no step is being traced.
 
     Args:
         variable: The variable.
@@ -82,14 +82,14 @@ def read_collected_value(variable: tf.Variable) -> tf.Tensor | None:
         return None
     if not record.could_possibly_record():
         return found[1]
-    # A gradient would flow into the computation of the collected value, and not to the variable, so do not collect.
+    # A gradient would flow into the computation of the collected value, not to the variable, so compile unchanged.
     if variable.trainable:
         raise WriteOrderError(variable.name)
     return tf.stop_gradient(found[1])
 
 
 class StepFunction:
-    """Compile a step as a `tf.function` that writes its variables at its end, or unchanged if the order matters."""
+    """Compile a step so that it writes variables at its end, or unchanged if the order of its writes matters."""
 
     def __init__(self, step: Callable[..., object], **options: Any):
         @functools.wraps(step)
@@ -109,7 +109,7 @@ class StepFunction:
         return self._writing_at_end is not None
 
     def get_concrete_function(self, *args: object) -> Any:
-        """Return the function traced for some arguments."""
+        """Return the concrete function that is traced for these arguments."""
         return self._call_method("get_concrete_function", *args)
 
     def __call__(self, *args: object) -> object:
@@ -119,7 +119,7 @@ class StepFunction:
         if signature in self._compiled:
             try:
                 return (self._writing_at_end or self._plain)(*args)
-            except WriteOrderError:  # a new trace, for another constant argument, writes in another order
+            except WriteOrderError:  # a constant argument has a new value, so its trace writes differently
                 pass
         result = self._call_method("__call__", *args)
         self._compiled.add(signature)
@@ -138,7 +138,7 @@ class StepFunction:
 
 @contextmanager
 def _combine_all_reduces() -> Generator[None]:
-    """Let DTensor combine all-reduces of functions that it compiles until the block ends."""
+    """Until the block ends, let DTensor combine the all-reduces of each function that it compiles."""
     before = os.environ.pop(GROUP_SIZE_SETTING, None)
     try:
         yield

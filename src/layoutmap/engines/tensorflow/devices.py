@@ -37,7 +37,7 @@ _FULL_NAME = re.compile(r"/job:([^/]+)/replica:0/task:(\d+)/device:([A-Za-z]+):(
 
 
 def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
-    """Return the names of all devices of a type. The default type is an accelerator if there is one."""
+    """Return the names of all devices of a type. The default is TPU or GPU if there are any, otherwise CPU."""
     if device_type is None:
         device_type = next((kind for kind in ("TPU", "GPU") if tf.config.list_logical_devices(kind)), "CPU")
     kind = device_type.upper()
@@ -67,7 +67,7 @@ def simulate_devices(num_devices: int) -> None:
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
-    """Bind a mesh to this machine: an abstract mesh gets the first devices, and other meshes keep theirs."""
+    """Return a mesh with devices of this machine: its own devices, or the first devices for an abstract mesh."""
     check_no_explicit_axes(mesh, "TensorFlow")
     fix = make_more_devices_fix("TensorFlow", mesh.size)
     names = resolve_device_names(mesh, list_device_names, "TensorFlow", fix, shorten_device_name)
@@ -76,7 +76,7 @@ def bind_mesh(mesh: Mesh) -> Mesh:
 
 
 def shorten_device_name(name: str) -> str:
-    """Shorten a device name: `CPU:5` for `/job:worker/replica:0/task:1/device:CPU:1`, with four devices per process."""
+    """Shorten a device name: `/job:worker/replica:0/task:1/device:CPU:1` is `CPU:5` with four devices per process."""
     found = _FULL_NAME.match(name)
     if not found:
         return name.upper()
@@ -116,8 +116,8 @@ def make_native_layout(layout: Layout, *, keep_single: bool = False) -> NativeLa
 def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]:
     """Return DTensor's sharding specs for a layout, without using a device.
 
-    Without `keep_single`, mesh dims of size 1 are left out, because DTensor does not accept such layouts as
-    replicated ones.
+    Without `keep_single`, mesh dims of size 1 are left out, because DTensor would not treat an axis over such a dim as
+    replicated.
     """
     check_no_host_memory(layout, "TensorFlow", "a layout of DTensor names no memory")
     specs: list[str] = []
@@ -137,7 +137,7 @@ def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]
 
 
 def convert_native_mesh(native_mesh: NativeMesh) -> Mesh:
-    """Return the mesh for a mesh of DTensor, with short device names."""
+    """Return the `Mesh` for a mesh of DTensor, with short device names."""
     mesh = Mesh.from_string(native_mesh.to_string())
     names = mesh.devices or ()
     if any(not name for name in names):  # TensorFlow has no names for other processes' devices, so list all

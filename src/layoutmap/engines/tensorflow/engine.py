@@ -65,8 +65,8 @@ with ImportGuard("tensorflow"):
     from tensorflow.python.autograph.core import config as autograph_config
     from tensorflow.python.autograph.core.config import DoNotConvert
 
-# Autograph fails on some Python syntax and would show this library's frames. The rule stays for the whole process,
-# because it covers only functions of this library.
+# Autograph fails on some Python syntax and would show this library's frames, so exclude this library. The rule stays
+# for the whole process, because it covers no other functions.
 autograph_config.CONVERSION_RULES = (DoNotConvert("layoutmap"), *autograph_config.CONVERSION_RULES)
 
 dtensor = tf.experimental.dtensor
@@ -97,7 +97,7 @@ class TensorFlowEngine:
     # -- devices and layouts
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise for a layout that no DTensor can have on any machine. This starts nothing."""
+        """Raise an `EngineError` for a layout that no DTensor can have on any machine. No device is used."""
         make_native_specs(layout)
 
     def make_native_layout(self, layout: Layout, rank: int) -> tf.experimental.dtensor.Layout:
@@ -113,7 +113,7 @@ class TensorFlowEngine:
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, tf.Tensor]:
-        """Compute initial values in their layouts. They equal those of the unsharded initializer bit for bit.
+        """Return initial values in their layouts. The values equal those of the unsharded initializer bit for bit.
 
         An initializer with a program is computed in pieces of at most 16 MiB, or one row. If it has no program, or its
         program cannot be computed in pieces, its global value is computed, sharded, and freed before the next one. Each
@@ -157,9 +157,9 @@ class TensorFlowEngine:
         return ()
 
     def relayout(self, array: Any, layout: Layout, *, pad: bool = False) -> tf.Tensor:
-        """Return the same values in another layout. Unsharded tensors and values that numpy converts are accepted, too.
+        """Return the same values in a new layout. Unsharded tensors and values that numpy converts are accepted.
 
-        It has a gradient. Inside a `tf.function`, DTensor's relayout is used, which may lose the sign of a zero.
+        The relayout has a gradient. Inside a `tf.function`, it is DTensor's, which may lose the sign of a zero.
         """
         if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # the rank may be unknown inside a tf.function
@@ -177,11 +177,11 @@ class TensorFlowEngine:
             return DVariable(array, name=f"{name or 'Variable'}/", trainable=trainable)
 
     def gather_from_processes(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Gather values from each process, one row each. All processes must call this."""
+        """Return the values of each process, one row each. All processes must call this."""
         return gather_from_processes(values)
 
     def run_on(self, mesh: Mesh, draws: str = "exact") -> AbstractContextManager[None]:
-        """Run operations on unsharded tensors replicated on the mesh, until the block ends.
+        """Return a context manager in which operations on unsharded tensors run replicated on the mesh.
 
         It enters `tf.experimental.dtensor.default_mesh`, and also leaves it after an exception.
         """
@@ -191,7 +191,7 @@ class TensorFlowEngine:
     def call_with_layout(
         self, function: Callable[..., Any], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tf.Tensor:
-        """Call a function, and return its result in a layout. It equals that of an unsharded call bit for bit.
+        """Call a function, and return its result in a layout. The values equal an unsharded call's bit for bit.
 
         A function that takes no tensor, and fills an array or draws random numbers, is computed in pieces. Any other
         function is called without a mesh, and its result is sharded, since DTensor would draw other random numbers.
@@ -220,7 +220,7 @@ class TensorFlowEngine:
     def _create_initial_value(
         self, assignment: Assignment, initializer: Initializer, seed: object
     ) -> tuple[tf.Tensor, int]:
-        """Create an initial value. Also return a checksum of it if each of several processes computed it, or else 0."""
+        """Return an initial value, and its checksum, which is 0 unless several processes computed the whole value."""
         variable = assignment.variable
         if initializer.program is not None:
             program = self._get_or_make_program(initializer)

@@ -58,7 +58,7 @@ class PieceProgram:
         self.why_global = self._explain_no_pieces()
 
     def compute_blocks(self, seed: object, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
-        """Compute values piece by piece, and return those at each of `indices`, by the ends of its slices."""
+        """Compute values piece by piece, and return the block at each of `indices`, by the ends of its slices."""
         (output,) = self.outputs
         shape: tuple[Any, ...] = tuple(output.shape)
         evaluation = _SeedEvaluation(self, seed)
@@ -87,7 +87,7 @@ class PieceProgram:
     # -- reading the graph
 
     def find_seed_leaf_index(self, tensor: tf.Tensor) -> int | None:
-        """Return the index of the seed's leaf if a tensor is the input for it, or None for another tensor."""
+        """Return the index of the seed's leaf for which a tensor is the input, or None for any other tensor."""
         inputs = self._inputs[: self._num_seeds]
         return inputs.index(tensor.ref()) if tensor.ref() in inputs else None
 
@@ -96,7 +96,7 @@ class PieceProgram:
         return tensor.shape == self.outputs[0].shape and tensor.shape.num_elements() != 1
 
     def _explain_no_pieces(self) -> str:
-        """Return why the output cannot be computed in pieces, or an empty text."""
+        """Return why the output cannot be computed in pieces, or an empty text if it can."""
         if len(self.outputs) != 1:
             return f"its program returns {len(self.outputs)} values"
         (output,) = self.outputs
@@ -113,7 +113,7 @@ class PieceProgram:
         return ""
 
     def _find_span_operands(self, tensor: tf.Tensor) -> ReasonAndOperands:
-        """Return the reason why a tensor cannot be computed in spans, or "", and the operands needed for it."""
+        """Return why a tensor cannot be computed in spans, or an empty text, and the operands that it needs."""
         op = tensor.op
         if op.type in _COUNTS:
             return "", [(operand, False) for operand in op.inputs[1:]]
@@ -133,7 +133,7 @@ class PieceProgram:
         return "", [(operand, self.is_computed_in_spans(operand)) for operand in op.inputs]
 
     def _find_full_operands(self, tensor: tf.Tensor) -> ReasonAndOperands:
-        """Return the reason why a tensor cannot be computed in full, or "", and the operands needed for it."""
+        """Return why a tensor cannot be computed in full, or an empty text, and the operands that it needs."""
         op, size = tensor.op, tensor.shape.num_elements()
         if self.find_seed_leaf_index(tensor) is not None:
             return "", []
@@ -228,7 +228,7 @@ def _execute_operation(op: tf.Operation, operands: Iterable[tf.Tensor]) -> Any:
 
 
 def _map_argument_names(op: tf.Operation) -> dict[str, str] | None:
-    """Map the names of an operation's arguments in the graph to those in `tf.raw_ops`, or None if it cannot run."""
+    """Map argument names of an operation to those in `tf.raw_ops`. Return None if the operation cannot run alone."""
     raw, inferred = getattr(tf.raw_ops, op.type, None), set()
     for argument in op.op_def.input_arg:
         inferred |= {argument.type_attr, argument.number_attr, argument.type_list_attr}

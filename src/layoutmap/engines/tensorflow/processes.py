@@ -1,4 +1,4 @@
-"""Share seeds, and compare values, between TensorFlow processes."""
+"""Share seeds and compare values between TensorFlow processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ dtensor = tf.experimental.dtensor
 
 
 def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
-    """Return the seed of each initializer with a program. All processes use those of process 0."""
+    """Return the seed of each initializer with a program, by key. All processes get the seeds of process 0."""
     seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if dtensor.num_clients() == 1:
         return seeds
@@ -33,7 +33,7 @@ def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
 
 
 def check_same_checksums(checksums: Sequence[tuple[str, int]]) -> None:
-    """Compare the checksums of values, given with their paths, between processes. Raise in all if any differ."""
+    """Raise an `EngineError` in all processes if the checksum of a path's value differs between processes."""
     rows = _gather_integers([zlib.crc32(path.encode()) ^ value for path, value in checksums])
     for i in np.flatnonzero((rows != rows[:1]).any(axis=0)):
         raise make_different_values_error(f"{checksums[int(i)][0]}: the processes have different values")
@@ -44,13 +44,13 @@ def gather_from_processes(values: NumpyArray) -> NumpyArray:
     if dtensor.num_clients() == 1:
         return values[None]
     mesh = _make_mesh_of_all_devices()
-    integers = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # every device can send int64
+    integers = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # since every device can send int64
     rows = _gather_rows(mesh, integers)[:: mesh.num_local_devices()]
     return np.frombuffer(rows.astype(np.uint8).tobytes(), values.dtype).reshape(-1, *values.shape)
 
 
 def _gather_integers(numbers: NumpyArray | list[int]) -> NumpyArray:
-    """Return the integers of each device's process, one row per device. Raise if their number differs."""
+    """Return the integers of each device's process, one row per device. Raise if processes pass unequal counts."""
     mesh = _make_mesh_of_all_devices()
     mine = np.asarray(numbers, np.int64)
     sizes = _gather_rows(mesh, np.array([mine.size], np.int64))[:, 0]

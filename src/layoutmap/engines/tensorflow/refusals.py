@@ -57,7 +57,7 @@ def is_refusal(error: tf.errors.OpError) -> bool:
 
 
 def is_refusal_before_run(message: str) -> bool:
-    """Return whether DTensor refused an operation or a function before any part of it ran."""
+    """Return whether a message says that DTensor refused an operation or a function before any part of it ran."""
     return bool(_BEFORE_RUN.search(message))
 
 
@@ -69,18 +69,18 @@ def find_problem_line(message: str) -> str:
 
 
 def shorten_function_name(name: str) -> str:
-    """Return the name of a traced function without TensorFlow's additions, and that of an operation unchanged."""
+    """Remove TensorFlow's additions from the name of a traced function. Return names of operations unchanged."""
     return name.removeprefix("__inference_").rpartition("_")[0] if name.startswith("__inference_") else name
 
 
-def convert_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
-    """Return a refusal of DTensor as an `EngineError` of TensorFlow's class, too, and any other error unchanged."""
+def make_refusal_error(error: tf.errors.OpError) -> tf.errors.OpError:
+    """Return a refusal of DTensor as an `EngineError` that keeps TensorFlow's class, and other errors unchanged."""
     if isinstance(error, _RefusalError) or not is_refusal(error):
         return error
     if found := _UNPLACED.search(error.message):
         return _CLASSES[type(error)](
             error,
-            f"{found[1]} in a tf.function without a tensor on a mesh",
+            f"{found[1]} cannot run in a tf.function that gets no tensor on a mesh",
             why="TensorFlow runs a function on one device if none of its inputs is on a mesh",
             fix="call the function in a block of layoutmap.dtensor.run_on(mesh), or pass it a tensor on the mesh",
         )
@@ -109,7 +109,7 @@ def _wrap_status_conversion(
     convert: Callable[[object], tf.errors.OpError],
 ) -> Callable[[object], tf.errors.OpError]:
     """Wrap TensorFlow's conversion of a status to an error so that it converts refusals."""
-    return lambda status: convert_refusal(convert(status))
+    return lambda status: make_refusal_error(convert(status))
 
 
 def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
@@ -120,7 +120,7 @@ def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
         try:
             return original(*args, **kwargs)
         except _KINDS as error:
-            raise convert_refusal(error) from None
+            raise make_refusal_error(error) from None
 
     return execute_and_convert_refusals
 
@@ -128,8 +128,8 @@ def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
 def _wrap_block_exit(original: Callable[..., bool]) -> Callable[..., bool]:
     """Wrap the `__exit__` of TensorFlow's error interpolation so that it skips refusals.
 
-    It searches for tags from each character of the message, which takes a quarter of an hour for the 400 kB that
-    DTensor's compiler writes about a large step.
+    The interpolation searches for tags from each character of the message. For the 400 kB that DTensor's compiler
+    writes about a large step, this takes a quarter of an hour.
     """
 
     @functools.wraps(original)

@@ -55,7 +55,7 @@ def run_on(mesh: Mesh) -> Generator[None]:
 
 
 def _execute_on_mesh(name_position: int, execute: Callable[..., Any], *args: Any) -> object:
-    """Execute an operation or a function, also if DTensor refuses it or would run it on each device.
+    """Execute an operation or a function, even if DTensor refuses it or would run it on each device.
 
     An operation that writes a variable on no mesh, or draws random numbers that DTensor cannot draw, runs on one
     device. Any other operation that DTensor refuses runs again with all operands replicated, because DTensor accepts
@@ -63,7 +63,7 @@ def _execute_on_mesh(name_position: int, execute: Callable[..., Any], *args: Any
 
     Args:
         name_position: Index of the operation's name among the arguments.
-        execute: TensorFlow's function, which fails before it runs a part.
+        execute: TensorFlow's function. If DTensor refuses, it fails before it has computed anything.
         *args: Its arguments.
     """
     mesh: Mesh | None = getattr(_current, "mesh", None)
@@ -100,7 +100,7 @@ def _execute_on_mesh(name_position: int, execute: Callable[..., Any], *args: Any
 
 
 def _execute_on_one_device(name_position: int, execute: Callable[..., Any], args: Sequence[Any]) -> object:
-    """Execute an operation on one device with gathered operands, and return its result, which is on no mesh."""
+    """Execute an operation on one device with gathered operands, and return its result on no mesh."""
 
     def gather_if_on_mesh(value: Any) -> object:
         is_placed = isinstance(value, tf.Tensor) and get_layout(value) is not None

@@ -49,7 +49,7 @@ class Fault(NamedTuple):
 def wait_for_devices() -> None:
     """Make DTensor's operations wait for their devices, unless the process has already used DTensor.
 
-    By default they do not wait. Then an operation that fails on a device makes all later ones fail, such as reads.
+    By default, they do not wait. Then an operation that fails on a device makes all later operations fail.
     """
     with api._dtensor_singleton_lock:
         if api._dtensor_singleton is None:
@@ -82,7 +82,7 @@ def check_dtensor_results(native_mesh: tf.experimental.dtensor.Mesh) -> None:
 
 
 def _is_training_step_correct(mesh: tf.experimental.dtensor.Mesh) -> bool:
-    """Return whether a step updates two variables correctly, each with its own sum over the mesh.
+    """Return whether DTensor computes a step correctly that updates two variables by different sums over the mesh.
 
     The step's input is packed from constants, because DTensor cannot pack the result of an operation inside `run_on`.
     """
@@ -134,8 +134,8 @@ FAULTS = (
         GROUP_SIZE_SETTING,
         "1",
         "training steps",
-        "its pass that combines all-reduces reads variables before they are written; a step that should give 8 gave "
-        "another number",
+        "its pass that combines all-reduces reads variables before they are written; a small test step gave wrong "
+        "values",
         _is_training_step_correct,
     ),
     Fault(

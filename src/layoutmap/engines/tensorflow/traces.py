@@ -1,4 +1,4 @@
-"""Find variables outside the mesh that a traced function writes. Each device would write them (decisions/0273)."""
+"""Find variables on no mesh that a traced function writes, because each device would write them (decisions/0273)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REPLACED = "_layoutmap_replaced"
 
 
 def check_writes_at_trace_end(function_name: str = "a tf.function") -> None:
-    """Raise a `ScopeError` at the end of the trace if the function writes a variable outside the mesh.
+    """Let the current trace raise a `ScopeError` at its end if the traced function writes a variable on no mesh.
 
     Args:
         function_name: The function, for the message. Later calls in the same trace do not change it.
@@ -42,7 +42,7 @@ def check_writes_at_trace_end(function_name: str = "a tf.function") -> None:
 
 
 def relayout_captured_arrays(copy_to_mesh: Callable[[tf.Tensor], tf.Tensor]) -> None:
-    """Replace captured arrays of the traced function by copies on the mesh, because DTensor refuses other inputs.
+    """Replace captured arrays of the traced function by copies on the mesh, since DTensor refuses unplaced arrays.
 
     Args:
         copy_to_mesh: Function that returns an array on the mesh.
@@ -60,7 +60,7 @@ def relayout_captured_arrays(copy_to_mesh: Callable[[tf.Tensor], tf.Tensor]) -> 
         for array, placeholder, is_placed in captures:
             if not is_placed and array.dtype != tf.resource:
                 # Use the old array's key, so that its later uses in the trace get the same placeholder. Keep the old
-                # array, because another one could get its id.
+                # array, because otherwise a new array could get the same id.
                 placed = copy_to_mesh(array)
                 graph.function_captures.add_or_replace(key=id(array), external=placed, internal=placeholder)
                 setattr(placed, _REPLACED, array)
@@ -103,7 +103,7 @@ def is_traced_function(name: str) -> bool:
 
 
 def check_called_function(name: str, unplaced_positions: Collection[int]) -> None:
-    """Raise a `ScopeError` if a traced function writes a variable outside the mesh.
+    """Raise a `ScopeError` if a traced function writes a variable on no mesh.
 
     Args:
         name: TensorFlow's name of the function.
@@ -115,7 +115,7 @@ def check_called_function(name: str, unplaced_positions: Collection[int]) -> Non
 
 @functools.lru_cache(1024)
 def _find_written_input_positions(name: str) -> frozenset[int]:
-    """Return the positions of the inputs, all variables, that a traced function writes."""
+    """Return the positions of the inputs that a traced function writes. These inputs are variables."""
     definition = _context().get_function_def(name)
     numbers = {argument.name: i for i, argument in enumerate(definition.signature.input_arg)}
     written: set[int] = set()

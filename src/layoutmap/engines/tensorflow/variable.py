@@ -1,4 +1,4 @@
-"""Define `DVariable`, a TensorFlow variable in a layout with the features that TensorFlow's lacks.
+"""Define `DVariable`, a TensorFlow variable in a layout, with features that TensorFlow's own `DVariable` lacks.
 
 TensorFlow's `DVariable` cannot be read when it is sharded (`numpy()` raises), and accepts no unsharded value. This
 subclass does both, so that code for a `tf.Variable` works: `get_weights`, saving to HDF5, callbacks, `repr`.
@@ -44,11 +44,11 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         **kwargs: See `tf.Variable`.
 
     Attributes:
-        layout: Its `Layout`.
-        read_layout: The layout in which a computation last read it, if it differs and was recorded.
+        layout: The `Layout` of the variable.
+        read_layout: The layout in which a computation last read the variable, if it differs and was recorded.
 
     Raises:
-        LayoutError: There is no layout, it does not fit, or the first value has another one.
+        LayoutError: There is no layout, it does not fit, or the first value has a different layout.
         EngineError: TensorFlow does not support the layout or the value, or would compute training steps wrongly.
 
     Example:
@@ -105,7 +105,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             and make_native_layout(wanted) != make_native_layout(present)
         ):
             raise LayoutError(
-                "the initial value of a DVariable is in another layout",
+                "the initial value of a DVariable is in a different layout than layout=",
                 facts={"layout": str(wanted), "initial value": str(present)},
                 why="values are not redistributed implicitly",
                 fix="leave out layout=, or relayout the value first",
@@ -123,7 +123,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
 
     @property
     def layout(self) -> Layout:
-        """The layout."""
+        """The layout of the value."""
         return self._layout
 
     @layout.setter
@@ -163,7 +163,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             The variable; inside a `tf.function` what `tf.Variable.assign` returns.
 
         Raises:
-            LayoutError: The value has another shape.
+            LayoutError: The value has a different shape.
         """
         if collect_write(self, lambda: self._relayout_and_convert(value), super().assign):
             return self
@@ -199,7 +199,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         return tf.gather_nd(self.read_value(), indices, name=name)
 
     def _replace_result(self, result: object) -> Any:
-        """Return the variable if executing eagerly, because TensorFlow's result cannot be read, or else the result."""
+        """Return this variable instead of an eager write's result, which cannot be read. Keep results in a trace."""
         return self if result is not None and tf.executing_eagerly() else result
 
     def _relayout_value(self, value: Any) -> object:
@@ -219,7 +219,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             value = tf.convert_to_tensor(value, dtype=self.dtype)
         if value.shape != self.shape:
             raise LayoutError(
-                f"{self.name}: a value of another shape than the variable",
+                f"{self.name}: the assigned value has a different shape than the variable",
                 facts={"variable": tuple(self.shape), "value": tuple(value.shape)},
                 why="a variable keeps its shape, and values are not broadcast",
                 fix="assign a value of the variable's shape",

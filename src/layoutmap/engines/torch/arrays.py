@@ -80,7 +80,7 @@ def convert_fitting_layout(
     """Return the `(DeviceMesh, placements)` of a layout, after a check that the layout fits a shape.
 
     Raises:
-        LayoutError: It does not fit. With `pad`, axes need not divide.
+        LayoutError: The layout does not fit. With `pad`, axes may have uneven shards.
     """
     layout.check_rank(shape, name)
     if not pad or explain_no_padding(layout, shape):
@@ -89,7 +89,7 @@ def convert_fitting_layout(
 
 
 def get_layout(array: torch.Tensor) -> Layout | None:
-    """Return the layout of a DTensor, or None for other tensors, partial sums, and meshes without dim names."""
+    """Return the layout of a DTensor, or None for a plain tensor or a DTensor that no layout describes."""
     if not isinstance(array, DTensor):
         return None
     noted = getattr(array, _LAYOUT, None)
@@ -99,7 +99,7 @@ def get_layout(array: torch.Tensor) -> Layout | None:
 
 
 def find_placement(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
-    """Return the layout of a tensor from any program, or its placement without one."""
+    """Return the layout of a tensor, or a `PlacementWithoutLayout` that describes where its values are."""
     if not isinstance(array, DTensor):
         return _describe_unsharded_placement(array)
     placements = ", ".join(map(str, array.placements))
@@ -121,7 +121,7 @@ def find_placement(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout |
 
 
 def _describe_unsharded_placement(array: torch.Tensor) -> PlacementWithoutLayout:
-    """Return where a tensor is stored that is not a DTensor."""
+    """Return the `PlacementWithoutLayout` that tells where the values of a plain tensor are."""
     if array.is_meta:
         return PlacementWithoutLayout("a tensor without values, on the meta device", is_copied=True)
     kind = _format_device_type(array.device)
@@ -134,7 +134,7 @@ def _describe_unsharded_placement(array: torch.Tensor) -> PlacementWithoutLayout
 
 
 def record_layout(tensor: T, layout: Layout) -> T:
-    """Record the layout in which a DTensor was created, because placements ignore dims of size 1."""
+    """Store a DTensor's layout as its attribute, because placements ignore dims of size 1. Return the DTensor."""
     setattr(tensor, _LAYOUT, layout)
     return tensor
 
@@ -150,7 +150,7 @@ def create_from_blocks(
     Args:
         shape: The global shape.
         dtype: The element type.
-        layout: The layout, which fits.
+        layout: The layout, which fits the shape.
         read_block: Returns the block at an index, in memory that nothing else uses.
     """
     native, placements = convert_layout(layout)
@@ -170,20 +170,24 @@ def create_from_blocks(
 def _group_local_ranks_by_shard(
     layout: Layout, shape: tuple[int, ...], ranks: Sequence[int]
 ) -> Iterable[tuple[Index, list[int]]]:
-    """Return the index of each distinct shard of this process, and the positions in `ranks` that store it."""
+    """Return the index of each distinct shard of this process, with the positions in `ranks` of ranks that store it."""
     here = set(simulation.filter_local_ranks(ranks))
     local = [position for position, rank in enumerate(ranks) if rank in here]
     return group_devices_by_shard(layout, shape, local).values()
 
 
 def iterate_shards(array: torch.Tensor, *, copy: bool = True) -> Iterator[tuple[Index, NumpyArray]]:
-    """Yield the shards of this process, each index once. See `Engine.iterate_shards`."""
+    """Yield each distinct shard of this process once, as its index and a numpy array. See `Engine.iterate_shards`."""
     for index, piece in _iterate_local_shards(array):
         yield index, to_numpy(piece) if copy else _view_or_copy_as_numpy(piece)
 
 
 def get_writable_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
-    """Return the index and memory of each shard of this process, or an empty list if one has no usable memory."""
+    """Return the index and a writable numpy array of each shard of this process.
+
+    Return an empty list if numpy cannot use the memory of a shard, or if several simulated ranks have copies of one
+    shard.
+    """
     pieces = [(index, _view_as_numpy(piece)) for index, piece in _iterate_local_shards(array)]
     has_all = not (simulation.is_simulated() and isinstance(array, DTensor)) or len(pieces) == len(
         simulation.list_ranks(array.device_mesh)
@@ -193,7 +197,7 @@ def get_writable_memory(array: torch.Tensor) -> list[tuple[Index, NumpyArray]]:
 
 
 def _view_or_copy_as_numpy(tensor: torch.Tensor) -> NumpyArray:
-    """Return a numpy array in a tensor's memory, or a read-only copy if numpy cannot use that memory."""
+    """Return a numpy array that shares a tensor's memory, or a read-only copy if numpy cannot use that memory."""
     if (own := _view_as_numpy(tensor)) is not None:
         return own
     values = to_numpy(tensor)
@@ -202,7 +206,7 @@ def _view_or_copy_as_numpy(tensor: torch.Tensor) -> NumpyArray:
 
 
 def _view_as_numpy(tensor: torch.Tensor) -> NumpyArray | None:
-    """Return a numpy array in a local tensor's memory, or None if numpy cannot use that memory."""
+    """Return a numpy array that shares a local tensor's memory, or None if numpy cannot use that memory."""
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if tensor.device.type != "cpu" or not plain or tensor.numel() <= 1:
         return None  # the strides of one element are arbitrary, so numpy could refuse them
@@ -220,10 +224,10 @@ def _iterate_local_shards(array: torch.Tensor) -> Iterator[tuple[Index, torch.Te
         raise EngineError(
             "the DTensor has no layout",
             facts={"placements": str(array.placements)},
-            why="it is a partial sum, its mesh has no dim names, or no order of mesh dims gives its shards",
-            fix="give it one: relayout(tensor, layout)",
+            why="the tensor is a partial sum, its mesh has no dim names, or no order of mesh dims gives its shards",
+            fix="give the tensor a layout: relayout(tensor, layout)",
         )
-    refuse_outdated("values of a tensor", array)
+    refuse_outdated("reading a tensor", array)
     ranks = simulation.list_ranks(array.device_mesh)
     detached = array.detach()
     held = simulation.get_tensors_by_rank(get_local(detached))
@@ -232,14 +236,14 @@ def _iterate_local_shards(array: torch.Tensor) -> Iterator[tuple[Index, torch.Te
 
 
 def iterate_device_values(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray]]:
-    """Yield the device name and values of each rank of this process."""
+    """Yield the device name and values of each rank of this process, or nothing for a meta tensor."""
     if array.is_meta:
         return
     kind = _format_device_type(array.device)
     if not isinstance(array, DTensor):
         yield f"{kind}:{simulation.get_rank()}", to_numpy(array.detach())
         return
-    refuse_outdated("values of a tensor", array)
+    refuse_outdated("reading a tensor", array)
     detached = array.detach()
     held = simulation.get_tensors_by_rank(get_local(detached))
     for rank in simulation.filter_local_ranks(simulation.list_ranks(array.device_mesh)):
@@ -252,7 +256,7 @@ def _format_device_type(device: torch.device) -> str:
 
 
 def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> DTensor:
-    """Return an unsharded tensor as a DTensor in a layout (see `convert_fitting_layout`). Gradients pass."""
+    """Shard a plain tensor (see `convert_fitting_layout`), and return the DTensor. Gradients flow back."""
     convert_fitting_layout(layout, tuple(tensor.shape), pad=pad)
     if tensor.requires_grad and torch.is_grad_enabled():
         return record_layout(_ShardTensor.apply(tensor, layout), layout)
@@ -274,10 +278,10 @@ class _ShardTensor(AutogradFunction):
 
 
 def gather_tensor(array: Any) -> torch.Tensor:
-    """Return all values of a tensor without autograd. All processes with shards of it must call this."""
+    """Return all values of a tensor as a plain tensor without autograd. All processes with shards must call this."""
     if not isinstance(array, DTensor):
         return array.detach()
-    refuse_outdated("values of a tensor", array)
+    refuse_outdated("reading a tensor", array)
     array = array.detach()
     ranks = simulation.list_ranks(array.device_mesh)
     if get_layout(array) is None:
@@ -286,7 +290,7 @@ def gather_tensor(array: Any) -> torch.Tensor:
     if not simulation.is_simulated():
         return get_local(_redistribute_any_dtype(array, [Replicate()] * array.device_mesh.ndim))
     pieces = list(_iterate_local_shards(array))
-    if len(pieces) == 1:  # avoid a second copy of the full value
+    if len(pieces) == 1:  # this is the full value, so copy it only once
         return pieces[0][1].clone()
     made = torch.empty(array.shape, dtype=array.dtype, device=pieces[0][1].device)
     for index, piece in pieces:
@@ -298,19 +302,19 @@ def gather_tensor(array: Any) -> torch.Tensor:
 
 
 def relayout_dtensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
-    """Return a DTensor in another layout (see `convert_fitting_layout`). Gradients pass if the mesh is the same."""
+    """Convert a DTensor to a layout (see `convert_fitting_layout`). Gradients flow back if the mesh stays the same."""
     native, placements = convert_fitting_layout(layout, tuple(array.shape), pad=pad)
-    refuse_outdated("values of a tensor", array)
+    refuse_outdated("reading a tensor", array)
     # Simulated collectives fail on a mesh without rank 0, so such a mesh uses `_move_by_broadcasts` below.
     if array.device_mesh == native and not (
         simulation.is_simulated() and 0 not in simulation.list_ranks(native)
     ):
         with simulation.simulate_mesh(native):
             moved = _redistribute_any_dtype(array, placements)
-            # `moved` may be the same tensor with another recorded layout, so record it on a view.
+            # `moved` may be `array` itself, which keeps its recorded layout, so record the new layout on a view.
             return record_layout(moved.view_as(moved) if moved is array else moved, layout)
     if get_layout(array) is None:
-        # Its placements have no equivalent layout, so gather first.
+        # No layout describes these placements, so gather the array first.
         return shard_tensor(gather_tensor(array), layout, pad=pad)
     return _move_by_broadcasts(array, layout)
 
@@ -327,7 +331,7 @@ _CARRIERS = {
 
 
 def _redistribute_any_dtype(array: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """Redistribute a DTensor, also one of a dtype that collectives do not support."""
+    """Redistribute a DTensor, even if collectives do not support its dtype."""
     carrier = _CARRIERS.get(array.dtype)
     if carrier is None:
         return redistribute_tensor(array, placements)
@@ -341,7 +345,7 @@ def _redistribute_any_dtype(array: DTensor, placements: tuple[Placement, ...]) -
 
 
 def _move_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
-    """Return a DTensor in a layout on any mesh, by a broadcast of each shard to all processes."""
+    """Convert a DTensor to a layout on any mesh, by a broadcast of each shard to all processes."""
     shape, dtype = tuple(array.shape), array.dtype
     wanted = find_local_indices_by_ends(layout, shape)
     made: dict[Ends, torch.Tensor] = {}
@@ -359,13 +363,13 @@ def _move_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
 
 
 def find_local_indices_by_ends(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
-    """Return the distinct indices that this process stores in a layout, by their starts and stops."""
+    """Return the distinct indices of this process's shards in a layout, with their starts and stops as keys."""
     here = bind_mesh(layout.mesh).local_device_ids
     return {ends: index for ends, (index, _) in group_devices_by_shard(layout, shape, here).items()}
 
 
 def _iterate_broadcast_shards(array: DTensor) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Yield the index and values of each distinct shard, which each process gets by a broadcast."""
+    """Send each distinct shard from one process to all processes, and yield the shard's index and values."""
     if simulation.is_simulated():
         yield from _iterate_local_shards(array)
         return

@@ -40,7 +40,7 @@ else:
 
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function at the end of the running backward pass. Only hooks of that pass may use this."""
-    _ENGINE.queue_callback(function)  # torch drops the callback if the pass fails
+    _ENGINE.queue_callback(function)  # if the pass fails, torch drops the callback
 
 
 def get_backward_node_name() -> str:
@@ -50,7 +50,10 @@ def get_backward_node_name() -> str:
 
 
 def get_saved_tensor_hooks() -> Any:
-    """Return the saved-tensor hooks of this thread: the object with both methods, or the pack function, or None."""
+    """Return the object that has this thread's saved-tensor hooks as methods, or None if there are no hooks.
+
+    If the hooks are not methods of one object, return the pack function.
+    """
     hooks = _SAVING._top_saved_tensors_default_hooks(True)  # True: also while Dynamo traces
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 

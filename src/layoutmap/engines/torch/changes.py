@@ -1,8 +1,8 @@
 """Patch torch while tensors on a mesh exist, and remove the patches when none is left.
 
 DTensors compute correctly because of these patches, so they stay as long as something needs them: a tensor on a mesh of
-this library, or an open call. After each full garbage collection, such as `gc.collect()`, this module looks for these,
-and removes the patches if there are none. It removes nothing while a function of this library runs.
+this library, or a running call. After each full garbage collection, such as `gc.collect()`, this module looks for
+these, and removes the patches if there are none. It removes nothing while a function of this library runs.
 
 `docs/torch-changes.md` lists what is changed, and `tests/engines/torch/test_changes.py` compares all of torch with it.
 """
@@ -32,10 +32,10 @@ _lock = threading.RLock()  # reentrant, because garbage collection may run while
 
 
 def install_patches(*patches: Patch) -> None:
-    """Install patches of torch. They are removed when no tensor on a mesh is left."""
+    """Install patches of torch. They are removed when no tensor on a mesh exists any more."""
     with _lock:
         for patch in patches:
-            if patch not in _installed:  # other scopes may have installed it
+            if patch not in _installed:  # list it once, because several scopes may install it
                 _installed.append(patch)
             patch.install()
         if _restore_if_unused not in gc.callbacks:
@@ -48,7 +48,7 @@ def call_when_restoring(function: Callable[[], object]) -> None:
 
 
 def keep_patches(owner: object) -> None:
-    """Keep the patches as long as an object exists, such as a sharded module or an open context."""
+    """Keep the patches as long as an object exists, such as a sharded module or a context manager."""
     _keepers.add(owner)
 
 

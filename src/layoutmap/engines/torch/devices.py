@@ -48,8 +48,8 @@ _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
 _lock = threading.RLock()
 _device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 _mesh_cache: dict[tuple[Mesh, Any], DeviceMesh] = {}  # cached for the current process group
-# An abstract mesh and the same mesh with devices have one DeviceMesh. It maps to the one that was used first, so
-# DTensors record their own (see `arrays.record_layout`).
+# An abstract mesh and the same mesh with devices share one DeviceMesh. Here it maps to the mesh that was used
+# first, so DTensors record their own layouts (see `arrays.record_layout`).
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
@@ -58,7 +58,7 @@ def list_device_names(device_type: str | None = None) -> tuple[str, ...]:
     there = _list_device_types()
     kind = next(iter(there)) if device_type is None else device_type.upper()
     if kind not in there:
-        why = f"it has devices of these types: {', '.join(there)}"
+        why = f"torch has devices of these types: {', '.join(there)}"
         raise make_no_devices_error("torch", kind, there[0], why)
     return tuple(f"{kind}:{i}" for i in range(simulation.get_world_size()))
 
@@ -67,7 +67,7 @@ def _list_device_types() -> list[str]:
     """Return the device types that the process group supports, the default type first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
-    if not dist.is_initialized():  # torch creates the process group from the launcher's environment variables
+    if not dist.is_initialized():  # torch will create the group from the launcher's variables
         return ["GPU", "CPU"] if torch.cuda.is_available() and dist.is_nccl_available() else ["CPU"]
     served = dist.get_backend_config()
     gpu = ["GPU"] if torch.cuda.is_available() and "cuda:" in served else []
@@ -102,9 +102,9 @@ def _parse_rank(name: str) -> int:
 
 def get_local_device(mesh: DeviceMesh) -> torch.device:
     """Return the device that stores this process's shards on a mesh."""
-    if mesh.device_type == "cpu":  # the CPU has no device number in torch
+    if mesh.device_type == "cpu":  # in torch, the CPU has no device number
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())  # DeviceMesh selected this device
+    return torch.device(mesh.device_type, torch.cuda.current_device())  # which DeviceMesh has selected
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -119,7 +119,7 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
     known = _mesh_cache.get((mesh, group))
     if known is None:
         known = _mesh_cache[mesh, group] = _create_device_mesh(mesh)
-    if known not in meshes:  # torch may have been restored since the mesh was cached
+    if known not in meshes:  # the patches may have been removed since, so install them again
         install_patches_for_mesh(known)
     _mesh_of.setdefault(known, mesh)
     return known
@@ -135,7 +135,7 @@ def discard_meshes_of_group(group: dist.ProcessGroup | None) -> None:
 
 def _end_groups_of_mesh(device_mesh: DeviceMesh) -> None:
     """End the process groups of a simulated mesh, before torch destroys the default group."""
-    # torch creates no groups for a mesh without this rank.
+    # torch creates no groups for a mesh without this rank, so there are none to end.
     is_here = simulation.get_rank() in simulation.list_ranks(device_mesh)
     for group in device_mesh.get_all_groups() if is_here else ():
         if group is not simulation.get_global_group():  # torch destroys the default group itself
@@ -160,13 +160,9 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def check_device_order(mesh: Mesh) -> None:
-    """Raise if torch cannot keep the order of a mesh's devices. No device is used.
-
-    Raises:
-        EngineError: It does.
-    """
+    """Raise an `EngineError` if torch cannot keep the order of a mesh's devices. No device is used."""
     if not all(map(_NAME.match, mesh.devices or ("",))):
-        return  # no devices yet, which will be in order, or names of another framework
+        return  # an abstract mesh gets devices in order, and names of other frameworks have no rank
     ranks = np.array([_parse_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
@@ -220,15 +216,13 @@ def convert_layout_to_placements(layout: Layout, device_mesh: DeviceMesh) -> tup
 
 # DTensor splits an axis by one mesh dim after another, so uneven shards may differ from the layout's (decisions/0235).
 def explain_no_padding(layout: Layout, shape: Sequence[int]) -> str:
-    """Return why DTensor would store other uneven shards than a layout has, or an empty text if it would not."""
+    """Return why DTensor's uneven shards would differ from those of a layout, or an empty text if they are equal."""
     for axis in layout.find_uneven_axes(shape):
         sizes, dims = [shape[axis]], layout.list_mesh_dims(axis)
         for dim in dims:
             sizes = [part for size in sizes for part in _split_size(size, layout.mesh.dim_size(dim))]
         if sizes != _split_size(shape[axis], layout.num_shards(axis)):
-            return (
-                f"torch splits axis {axis} over {', '.join(dims)} one after another, which gives other shards"
-            )
+            return f"torch splits axis {axis} over {', '.join(dims)} one after another, which gives different shards"
     return ""
 
 
@@ -240,7 +234,7 @@ def _split_size(size: int, num_parts: int) -> list[int]:
 def find_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
     """Return the layout of placements, or None if they have no layout or the mesh has no dim names.
 
-    The order of the dims on one axis is that of the mesh where torch does not say it: among dims of size 1.
+    Placements do not tell the order of dims of size 1 on an axis, so these get the order of the mesh.
     """
     mesh = convert_device_mesh_to_mesh(device_mesh)
     if mesh is None or any(placement.is_partial() for placement in placements):

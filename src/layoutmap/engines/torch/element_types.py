@@ -14,10 +14,10 @@ from layoutmap.engines.checks import is_python_number_or_list, make_element_type
 
 
 def find_torch_dtype(name: str, path: str) -> torch.dtype:
-    """Return the torch dtype with a name, such as `"float32"`. The path of its variable is for the error.
+    """Return the torch dtype with a name, such as `"float32"`. An error message names `path`, the variable's path.
 
     Raises:
-        EngineError: Torch has none of that name.
+        EngineError: Torch has no dtype of that name.
     """
     found = getattr(torch, name, None)
     if isinstance(found, torch.dtype):
@@ -55,7 +55,7 @@ def _is_numpy_dtype(dtype: torch.dtype) -> bool:
 
 def to_numpy(tensor: torch.Tensor) -> NumpyArray:
     """Return a copy of an unsharded tensor as a numpy array. bfloat16 and float8 become types of `ml_dtypes`."""
-    # torch conjugates and negates lazily, for example in `x.conj().imag`.
+    # torch conjugates and negates lazily, as in `x.conj().imag`, so compute the actual values.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if _is_numpy_dtype(tensor.dtype):
         return tensor.numpy().copy()
@@ -68,10 +68,10 @@ def to_torch(values: NumpyArray, *, copy: bool = True) -> torch.Tensor:
 
     Args:
         values: The values.
-        copy: Whether they may change later; if not, the tensor may share their memory.
+        copy: Whether the values may change later; if not, the tensor may share their memory.
 
     Raises:
-        EngineError: Torch holds no such elements.
+        EngineError: Torch has no dtype for the elements.
     """
     values = np.array(values, copy=copy or not values.flags.writeable or None, order="C")
     if values.dtype.name in _NAMES_OF_ML_DTYPES and hasattr(torch, values.dtype.name):

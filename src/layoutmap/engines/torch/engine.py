@@ -123,10 +123,10 @@ class TorchEngine:
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Compute initial values, each straight in its layout, with the bits of `initializer.global_value()`.
+        """Create DTensors in their layouts, with values that have the bits of `initializer.global_value()`.
 
-        An initializer that can return blocks, or whose program can be computed in pieces, is: each process computes
-        only what it holds. The global value of any other is computed, sharded, and freed before the next.
+        If an initializer can return blocks, or its program can be computed in pieces, each process computes only its
+        own blocks. Otherwise the global value is computed, sharded, and freed before the next value.
         """
         for assignment in assignments.values():
             self._find_checked_dtype(assignment)
@@ -173,7 +173,7 @@ class TorchEngine:
 
     @skip_function_modes
     def relayout(self, array: object, layout: Layout, *, pad: bool = False) -> object:
-        """Return the same values in another layout. Also accepts unsharded tensors and values that numpy converts.
+        """Return the same values in a layout. Also accepts unsharded tensors and values that numpy converts.
 
         Gradients pass through it, unless the array moves to another mesh. A plain tensor is the same in all processes.
         """
@@ -200,14 +200,14 @@ class TorchEngine:
         return to_numpy(gather_tensor(array))
 
     def gather_from_processes(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:
-        """Return the values of each process, one row each. All processes must call it."""
+        """Gather the values of all processes, one row per process. All processes must call this."""
         return gather_values(values)
 
     @contextmanager
     def run_on(self, mesh: Mesh, draws: str = "exact") -> Generator[None]:
-        """Replicate tensors that are made from unsharded ones on the mesh, while the context is open.
+        """Replicate on the mesh each new unsharded tensor that a function returns, while the `with` block runs.
 
-        What DTensor alone would compute wrongly is computed right, or refused: see `dtensor_ops.mode`.
+        What DTensor would compute incorrectly is computed correctly, or refused: see `dtensor_ops.mode`.
         """
         check_random_mode(self.name, draws, ("exact", "tiles"))
         native = self.make_native_layout(Layout.replicated(mesh, 0), 0)[0]
@@ -220,10 +220,10 @@ class TorchEngine:
             yield
 
     def call_with_layout(self, function: Function, layout: Layout, args: Args, kwargs: Kwargs) -> object:
-        """Return the result of a function in a layout, with the bits of the plain call.
+        """Call a function, and return its result in a layout, with the bits of a plain call.
 
-        A function that fills a tensor or draws random numbers, and takes no tensor, is computed in pieces. Any other is
-        called as it is, and its result sharded.
+        A function that fills a tensor or draws random numbers, and takes no tensor, is computed in pieces. Any other
+        function is called as it is, and its result is sharded.
         """
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
@@ -262,7 +262,7 @@ _SAFE_TYPES = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bo
 
 
 class _ReplicatingMode(TorchFunctionMode):
-    """Function mode that replicates new unsharded tensors on a mesh. Only the innermost of several acts."""
+    """Function mode that replicates new unsharded tensors on a mesh. Only the innermost active mode does so."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
@@ -281,7 +281,7 @@ class _ReplicatingMode(TorchFunctionMode):
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        if has_local_tensor((args, kwargs)):  # each device continues with its local value
+        if has_local_tensor((args, kwargs)):  # local values of devices must not be replicated
             return result
         if type(result) in _SAFE_TYPES or _meshes.innermost is not self:
             return result
@@ -297,7 +297,7 @@ class _ReplicatingMode(TorchFunctionMode):
 def _create_value_and_checksum(
     assignment: Assignment, initializer: Initializer, seed: object
 ) -> tuple[torch.Tensor, int]:
-    """Return an initial value, and the checksum of an unsharded one (otherwise 0) that processes compare."""
+    """Return an initial value, and the checksum of its global value, or 0 if processes need not compare it."""
     variable, layout = assignment.variable, assignment.layout
     dtype = find_torch_dtype(variable.dtype, variable.path)
     if initializer.blocks is not None:
@@ -323,7 +323,7 @@ def _create_from_computed_blocks(
     layout: Layout,
     assignment: Assignment | None = None,
 ) -> DTensor:
-    """Return a DTensor of the blocks of this process, which `compute_blocks` returns for a list of indices."""
+    """Create a DTensor from the blocks of this process, which `compute_blocks` returns for a list of indices."""
     indices = find_local_indices_by_ends(layout, shape)
     made = dict(zip(indices, compute_blocks(list(indices.values())), strict=True))
     for ends, block in made.items():

@@ -66,13 +66,13 @@ check_names_exist(
 
 
 def list_ranks_of_root_mesh(mesh: DeviceMesh) -> list[int]:
-    """Return all ranks of the root mesh, of which a device mesh may be a slice."""
+    """Return all ranks of a device mesh's root mesh: the mesh that it is a slice of, or the device mesh itself."""
     return mesh._rank_map.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 @contextmanager
 def _leave_modes_above(is_target: Callable[[object], bool]) -> Generator[None]:
-    """Leave the program's dispatch modes that are above a mode that `is_target` accepts, while open."""
+    """Leave the program's dispatch modes above the mode that `is_target` accepts, while the `with` block runs."""
     above: list[Any] = []
     for mode in reversed(list_dispatch_modes()):
         # Torch's own modes are below the program's, so stop at the first of them.
@@ -89,7 +89,7 @@ def _leave_modes_above(is_target: Callable[[object], bool]) -> Generator[None]:
 class SimulationMode(LocalTensorMode):
     """Simulate ranks as a `LocalTensorMode` does, but below the dispatch modes of the program.
 
-    So these see what they would see of real devices, such as collectives.
+    So the program's modes see the same operators as on real devices, such as collectives.
     """
 
     @skip_function_modes
@@ -138,13 +138,13 @@ def make_simulation_patches(
         find_coordinates: Called with torch's own method and a mesh. Returns the mesh coordinates of simulated ranks.
         make_reduce_ex: Returns a `DTensor.__reduce_ex__` for torch's own.
     """
-    mode._disable = False  # active for all threads, as if it had been entered
+    mode._disable = False  # the mode serves all threads without being entered
     of_mesh = vars(local_tensors._LocalDeviceMesh)
     methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
     methods["get_coordinate"] = functools.partial(find_coordinates, methods["get_coordinate"])
     return (
-        # Meshes read the simulation of the thread, so modes need not patch them. Functions of torch such as
-        # get_rank (from 2.14 on) stay unpatched for the rest of the program.
+        # Meshes read the simulation of the thread, so modes need not patch them, and these methods do
+        # nothing. Torch's functions, such as get_rank (from 2.14 on), then stay unpatched for the program.
         *(
             AttributePatch(LocalTensorMode, name, lambda _: lambda _: None)  # pyright: ignore[reportUnknownLambdaType]
             for name in _UNUSED_METHODS
@@ -156,8 +156,8 @@ def make_simulation_patches(
         ),
         AttributePatch(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _ThreadModes(mode)),
         AttributePatch(LocalTensorMode, "__enter__", lambda _: _enter_mode),  # pyright: ignore[reportUnknownLambdaType]
-        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # so each thread has its own mode
-        # Torch has no default group for simulated ranks.
+        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # gives each thread its own mode
+        # Torch has no default group while ranks are simulated, so return their group.
         AttributePatch(local_collectives, "_get_default_group", lambda _: lambda: group),
         AttributePatch(local_collectives, "_prepare_collective_groups", cache_collective_groups),
         AttributePatch(Shard, "local_shard_size_and_offset", _cache_shard_sizes),
@@ -223,7 +223,7 @@ def _cache_shard_sizes(find_size_and_offset: Any) -> object:
     def find_cached_size(*args: object, **named: object) -> object:
         nodes = [getattr(each, "node", each) for each in args]
         if named or not all(isinstance(node, (int, Placement, LocalIntNode)) for node in nodes):
-            return original(*args, **named)  # also handles symbolic sizes
+            return original(*args, **named)  # without a cache, for example for symbolic sizes
         ranks = getattr(enabled_local_tensor_mode(), "ranks", None)
         key = (
             ranks,
@@ -239,7 +239,7 @@ def _cache_shard_sizes(find_size_and_offset: Any) -> object:
 def _make_gather_by_size(
     make_simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
 ) -> object:
-    """Return a gather of strided shards, apart for each shard size, because torch assumes one size for all ranks."""
+    """Return a gather of strided shards, separate for each size, because torch assumes one size for all ranks."""
 
     @functools.wraps(gather)
     def gather_by_size(

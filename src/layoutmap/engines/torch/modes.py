@@ -47,7 +47,7 @@ def skip_function_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def leave_function_modes() -> Generator[None]:
-    """Leave all function modes of this thread while open. The block may enter other modes."""
+    """Leave all function modes of this thread while the `with` block runs. The block may enter other modes."""
     modes = list_function_modes()
     # torch has no context that skips modes, so pop them.
     for _ in modes:

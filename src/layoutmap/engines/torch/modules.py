@@ -30,7 +30,7 @@ def get_parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any],
 def list_modules(
     root: torch.nn.Module, *, remove_duplicate: bool = True
 ) -> list[tuple[str, torch.nn.Module]]:
-    """Return a module and its submodules with their names. A shared one has all names without `remove_duplicate`."""
+    """Return a module and its submodules by name. Without `remove_duplicate`, include all names of shared modules."""
     return [*root.named_modules(remove_duplicate=remove_duplicate)]
 
 
@@ -43,8 +43,8 @@ def list_module_hooks(module: torch.nn.Module) -> list[list[object]]:
     return [list(hooks.values()) for hooks in kinds]
 
 
-def list_program_gradient_hooks(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
-    """Return the program's hooks of a tensor's gradient: those before it is added to `grad`, and those after."""
+def list_gradient_hooks_of_others(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
+    """Return other code's hooks of a tensor's gradient: those before it is added to `grad`, and those after."""
     return (
         [hook for hook in (tensor._backward_hooks or {}).values() if not hasattr(hook, _IS_OWN)],
         [hook for hook in (_get_accumulation_hooks(tensor) or {}).values() if not hasattr(hook, _IS_OWN)],
@@ -53,7 +53,7 @@ def list_program_gradient_hooks(tensor: torch.Tensor) -> tuple[list[object], lis
 
 def has_hooks_of_others(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's gradient has hooks that are not this library's."""
-    return any(list_program_gradient_hooks(tensor))
+    return any(list_gradient_hooks_of_others(tensor))
 
 
 def prepend_gradient_hooks(
@@ -80,10 +80,10 @@ def prepend_gradient_hooks(
     for hooks, handle in zip(kinds, handles, strict=True):
         others = dict(hooks)
         own = others.pop(handle.id)
-        hooks.clear()  # torch calls hooks in insertion order and ignores `move_to_end`
+        hooks.clear()  # torch calls hooks in insertion order, so insert them again
         hooks.update({handle.id: own} | others)
     return handles
 
 
 def _get_accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    return getattr(tensor, "_post_accumulate_grad_hooks", None)  # unset before the first hook
+    return getattr(tensor, "_post_accumulate_grad_hooks", None)  # which is unset before the first hook

@@ -1,4 +1,4 @@
-"""Move tensors to the ranks and layouts of others, sending only pieces that a rank lacks."""
+"""Move tensors to the ranks and layouts of other tensors, sending only pieces that a rank lacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from layoutmap.engines.torch.element_types import to_numpy, to_torch
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.specs import get_local
 
-_STEP_BYTES = 1 << 28
+_ROUND_BYTES = 1 << 28
 """Most bytes that this rank sends or gets at one time, unless one tensor has more."""
 
 Tensors = Sequence[torch.Tensor]
@@ -50,10 +50,10 @@ def make_mover(
     def move_arrays(new: Tensors) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         with torch.no_grad():
-            for step in _group_transfers_into_steps(transfers):
-                received = _exchange_blocks(step, new)
-                for i in dict.fromkeys(each.target_index for each in step):
-                    parts = [pair for pair in zip(step, received, strict=True) if pair[0].target_index == i]
+            for chunk in _group_transfers_into_rounds(transfers):
+                received = _exchange_blocks(chunk, new)
+                for i in dict.fromkeys(each.target_index for each in chunk):
+                    parts = [pair for pair in zip(chunk, received, strict=True) if pair[0].target_index == i]
                     made.append(_assemble_tensor(*targets[i], moves[i], parts))
         return made
 
@@ -84,7 +84,7 @@ class _Transfer:
     def plan_transfer(
         cls, target_index: int, source_position: int, array: torch.Tensor, like: torch.Tensor, move: ArrayMove
     ) -> _Transfer:
-        """Return the transfer from an array, which is the source at `source_position` of a move, to `like`."""
+        """Return the transfer from `array` to `like`. `array` is the source at `source_position` of the move."""
         blocks_by_rank, wanted = _find_blocks_by_rank(array), _find_blocks_by_rank(like)
         conversion = move.conversion
         blocks = {
@@ -106,7 +106,7 @@ class _Transfer:
 
 
 def _find_blocks_by_rank(tensor: torch.Tensor) -> dict[int, Index]:
-    """Return the index of the block that each rank stores. Without a layout, each process has the whole tensor."""
+    """Return the index of each rank's block. A tensor without a layout is stored as a whole by each process."""
     shape = tuple(tensor.shape)
     layout = get_layout(tensor)
     if layout is None:
@@ -116,18 +116,18 @@ def _find_blocks_by_rank(tensor: torch.Tensor) -> dict[int, Index]:
     return {rank: layout.shard_slices(shape, place) for place, rank in enumerate(ranks)}
 
 
-def _group_transfers_into_steps(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
-    """Yield lists of transfers of bounded size, equal on all ranks. Transfers to one target are in one list."""
-    step: list[_Transfer] = []
+def _group_transfers_into_rounds(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
+    """Yield lists of transfers of bounded size, equal on all ranks. All transfers to one target are in one list."""
+    chunk: list[_Transfer] = []
     total = 0
     for each in transfers:
-        if step and total + each.peak_bytes > _STEP_BYTES and each.target_index != step[-1].target_index:
-            yield step
-            step, total = [], 0
-        step.append(each)
+        if chunk and total + each.peak_bytes > _ROUND_BYTES and each.target_index != chunk[-1].target_index:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(each)
         total += each.peak_bytes
-    if step:
-        yield step
+    if chunk:
+        yield chunk
 
 
 def _exchange_blocks(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Blocks]:
@@ -178,7 +178,7 @@ def _get_local_tensors_by_rank(array: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return the local tensors of this process by their ranks."""
     if not isinstance(array, DTensor):
         return {0 if simulation.is_simulated() else simulation.get_rank(): array.detach()}
-    refuse_outdated("values of a tensor", array)
+    refuse_outdated("reading a tensor", array)
     return simulation.get_tensors_by_rank(get_local(array.detach()))
 
 

@@ -78,7 +78,7 @@ _SIZE_READERS: dict[object, Callable[[torch.Tensor], object]] = {
 
 
 def read_common_size(func: Function, args: Args) -> object:
-    """Return the size or stride that an operator reads, or None if it differs between ranks or none is read."""
+    """Return the size or stride that an operator reads, or None if ranks differ or it reads no size."""
     read = _SIZE_READERS.get(func)
     if read is None or not isinstance(args[0], LocalTensor):
         return None
@@ -123,21 +123,19 @@ def flatten_args(args: Args, kwargs: Kwargs) -> list[object]:
 
 
 def can_run_directly(func: Function, leaves: Iterable[object]) -> bool:
-    """Return whether `run_for_ranks` can run an operator, which then needs no `LocalTensorMode`.
-
-    Args:
-        func: Operator that is dispatched.
-        leaves: Flattened arguments, among them a `LocalTensor`.
-    """
+    """Return whether `run_for_ranks` can run an operator, which then needs no `LocalTensorMode`."""
     if not isinstance(func, OPERATORS) or _classify_operator(func).is_special:
         return False
     return all(type(leaf) in _TENSOR_TYPES for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozenset[int]:
-    """Return those of some ranks that all arguments have. Backward passes run outside a simulation of fewer ranks."""
+    """Return the ranks among `ranks` for which all arguments have values.
+
+    If a forward pass ran for only some of the simulated ranks, the tensors in its backward pass have only these.
+    """
     for leaf in leaves:
-        leaf = getattr(leaf, "elem", leaf)  # unwrap results of collectives that are still running
+        leaf = getattr(leaf, "elem", leaf)  # the tensor that a running collective will return
         if isinstance(leaf, LocalTensor):
             ranks = ranks & get_ranks(leaf)
         elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
@@ -151,8 +149,7 @@ def make_rank_loop(torch_loop: Function) -> Function:
     It runs for the ranks of the arguments only. Unsharded tensors are changed by the first rank only, because each rank
     would change them again.
 
-    Args:
-        torch_loop: Torch's own function, which still runs operators with special results.
+    `torch_loop` still runs operators with special results.
     """
 
     @functools.wraps(torch_loop)
@@ -173,15 +170,7 @@ def make_rank_loop(torch_loop: Function) -> Function:
 def run_for_ranks(
     func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, leaves: Iterable[object]
 ) -> object:
-    """Run an operator that `can_run_directly` for each rank, and return the joined results.
-
-    Args:
-        func: Operator.
-        ranks: Simulated ranks.
-        args: Its positional arguments.
-        kwargs: Its arguments by name.
-        leaves: All arguments, flattened.
-    """
+    """Run an operator that `can_run_directly` for each rank, and return the joined results."""
     return _run_and_write_once(_run_for_each_rank, func, find_common_ranks(ranks, leaves), args, kwargs)
 
 
@@ -205,7 +194,7 @@ def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwa
     traits, order = _classify_operator(func), sorted(ranks)
     rows = zip(order, *(_iterate_value_by_rank(value, order) for value in args), strict=False)
     results: dict[int, Any] = {}
-    if not kwargs and not traits.is_random:  # most operators, so without the work of the loop below
+    if not kwargs and not traits.is_random:  # most operators, which need less work than in the loop below
         for rank, *row in rows:
             results[rank] = func(*row)
     else:
@@ -250,7 +239,7 @@ def _iterate_value_by_rank(value: object, ranks: Sequence[int]) -> Iterable[obje
 
 
 def make_meta_reader(read_meta: Function) -> Function:
-    """Return a replacement of torch's `read_meta`, which compares shapes and strides of the tensors of all ranks.
+    """Return a faster replacement of torch's `read_meta`, which reads the shape and strides common to all ranks.
 
     Torch compares each size of each rank. Tensors of equal shape, strides, and type take one comparison per rank here.
     """
@@ -270,7 +259,7 @@ def make_meta_reader(read_meta: Function) -> Function:
 
 
 def cache_collective_groups(prepare_groups: Function) -> Function:
-    """Return a `prepare_groups`, torch's function that finds the ranks of a collective, that caches its results."""
+    """Return a caching replacement of torch's `prepare_groups`, which finds the ranks of a collective."""
     known: dict[tuple[int, ...], object] = {}
 
     @functools.wraps(prepare_groups)
@@ -285,7 +274,10 @@ def cache_collective_groups(prepare_groups: Function) -> Function:
 
 
 def _find_changed_unsharded_positions(func: Function, args: Args) -> list[int | None]:
-    """Return the positions of unsharded tensors in the list that an operator changes, or [None] for no list."""
+    """Return the positions of unsharded tensors in the list that an operator changes.
+
+    Return [None] if it changes one unsharded tensor in place of a list, and an empty list if it changes none.
+    """
     if not isinstance(func, OPERATORS) or func is torch.ops.aten.copy_.default:
         return []
     if not any(place == 0 for place, _ in list_written_arguments(func)):

@@ -43,31 +43,27 @@ _redistribute_by_torch = DTensor.redistribute  # saved before `dtensor_ops` repl
 
 
 def redistribute_tensor(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor in other placements. Its gradient is redistributed back."""
+    """Redistribute a DTensor to `placements`, and return it. Its gradient is redistributed back."""
     return _Redistribute.compute_result(tensor, tuple(placements))
 
 
 def extract_shard(tensor: DTensor, gradient_placements: Sequence[Placement]) -> torch.Tensor:
-    """Return this device's shard of a DTensor. The gradient of the DTensor then gets `gradient_placements`."""
+    """Return this device's shard of a DTensor. The DTensor's gradient then gets `gradient_placements`."""
     return _ExtractShard.compute_result(tensor, tuple(gradient_placements))
 
 
 def make_dtensor_from_shards(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None = None
 ) -> DTensor:
-    """Return the DTensor of all devices' local tensors, which are shards or partial sums. Gradients pass.
+    """Return the DTensor of all devices' local tensors, which are shards or partial sums. Gradients flow back.
 
-    Args:
-        local: The local tensor.
-        mesh: The mesh.
-        placements: The placements of the DTensor.
-        shape: The shape of the DTensor. `None`: shards have equal sizes.
+    `shape` is the shape of the DTensor. If it is None, all shards have equal sizes.
     """
     return _WrapShards.compute_result(local, mesh, tuple(placements), None if shape is None else tuple(shape))
 
 
 def sum_over_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
-    """Return the sum of local tensors over all devices along some mesh dims. Gradients pass."""
+    """Return the sum of local tensors over all devices along some mesh dims. Gradients flow back."""
     return _SumOverDevices.compute_result(local, mesh, dims)
 
 
@@ -80,7 +76,7 @@ def compute_device_maximum(local: torch.Tensor, mesh: DeviceMesh, dims: Collecti
 
 
 def reduce_over_devices(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: str) -> torch.Tensor:
-    """Return the all-reduced local tensor, over the devices along a mesh dim."""
+    """Reduce a local tensor over the devices along a mesh dim, and return the result, which all of them get."""
     operators = torch.ops._c10d_functional
     with torch._C._AutoDispatchBelowAutograd():  # skip autograd, which does nothing here
         made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
@@ -98,10 +94,10 @@ def is_replicated(tensor: DTensor) -> bool:
 
 
 def redistribute_if_needed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor in other placements. It is the same DTensor if it has them already."""
+    """Redistribute a DTensor to some placements, and return it. Return it unchanged if it has them already."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
-    if not simulation.is_simulated():  # simulated groups work only inside a simulation
+    if not simulation.is_simulated():  # otherwise, first enter the simulation, which collectives need
         return redistribute_tensor(tensor, placements)
     with simulation.simulate_mesh(tensor.device_mesh):
         return redistribute_tensor(tensor, placements)
@@ -115,7 +111,7 @@ def reduce_partial(value: R) -> R:
 
 
 def to_unsharded(value: object) -> Any:
-    """Return a DTensor as an unsharded tensor. Gradients pass. Other values are returned unchanged."""
+    """Gather a DTensor, and return the unsharded tensor. Gradients flow back. Other values are returned unchanged."""
     return _GatherWithGradient.compute_result(value) if isinstance(value, DTensor) else value
 
 
@@ -125,7 +121,7 @@ def replicate_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def replicate_gradient(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a gradient as a DTensor. The program's own autograd functions may return an unsharded one."""
+    """Return a gradient as a DTensor. Unsharded gradients, as of a program's autograd functions, are replicated."""
     return gradient if isinstance(gradient, DTensor) else replicate_tensor(gradient, mesh)
 
 
@@ -135,7 +131,7 @@ def hook_gradient(value: torch.Tensor, transform: Callable[[torch.Tensor], objec
 
 
 def shard_like(tensor: torch.Tensor, like: DTensor) -> DTensor:
-    """Return an unsharded tensor in a DTensor's placements, with `Replicate` for partial sums."""
+    """Shard an unsharded tensor with a DTensor's placements. Partial sums and shards of views become `Replicate`."""
     return redistribute_if_needed(replicate_tensor(tensor, like.device_mesh), find_reachable_placements(like))
 
 
@@ -145,7 +141,7 @@ def replace_partial(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 def find_reachable_placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
-    """Return a tensor's placements, with `Replicate` for partial sums and for strided shards that only views have."""
+    """Return placements with `Replicate` in place of partial sums, and of strided shards that only views have."""
     spec = get_spec(tensor)
     placements = replace_partial(spec.placements)
     if is_view_spec(spec):
@@ -163,7 +159,7 @@ class CustomGradient(AutogradFunction):
         own = skip_function_modes(cls.backward)
 
         def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-            unseen.check_unchanged(ctx.numbers)  # autograd does not count writes to `tensor.data`
+            unseen.check_unchanged(ctx.numbers)  # autograd ignores writes to `tensor.data`, so check here
             return own(ctx, *upstream)
 
         cls.backward = staticmethod(backward)
@@ -209,7 +205,7 @@ class _Redistribute(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # The gradient of a partial sum is replicated or has the same partial placements.
+        # Where the tensor was a partial sum, its gradient may be partial in the same way. Otherwise, replicate it.
         gradient = replicate_gradient(upstream[0], ctx.mesh)
         have = gradient.placements
         wanted = [
@@ -228,7 +224,7 @@ class _ExtractShard(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # Contiguous, because expanded gradients have zero strides.
+        # Contiguous, because an expanded gradient has zero strides, from which its spec would be made.
         return make_dtensor_from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements, ctx.shape), None
 
 
@@ -259,7 +255,7 @@ class _WrapShards(CustomGradient):
 
 
 class _ReducePartial(CustomGradient):
-    # DTensor's own backward fails if a mean meets a sum, so this class has another one.
+    # DTensor's own backward fails if a mean meets a sum, so this class has its own.
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> DTensor:
@@ -268,7 +264,7 @@ class _ReducePartial(CustomGradient):
 
     @staticmethod
     def list_tensors_to_check(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The gradient of a maximum or norm needs the reduced value; that of a sum does not.
+        # The gradient of a maximum or norm needs the reduced value, so check it. That of a sum does not.
         pending = [p for p in tensor.placements if p.is_partial()]
         is_sum = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)  # pyright: ignore[reportUnknownMemberType]
         return (tensor,) if is_sum else (tensor, result)
@@ -327,7 +323,7 @@ class _TransformGradient(AutogradFunction):
 
 
 def _redistribute_without_autograd(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """Return a DTensor in other placements, without a gradient. Common cases do not use DTensor's slow code."""
+    """Redistribute a DTensor without autograd, and return it. Common cases avoid DTensor's slow code."""
     local, spec = get_local(tensor), get_spec(tensor)
     changed = [dim for dim, (a, b) in enumerate(zip(spec.placements, placements, strict=True)) if a != b]
     if not changed:
@@ -354,12 +350,12 @@ def _redistribute_without_autograd(tensor: DTensor, placements: tuple[Placement,
 def restore_axis_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """Return a local tensor with its axes in the memory order of the unsharded tensor. It is copied if needed.
 
-    Redistributing leaves them in the order of the shape. DTensor goes by the strides of one device, from which autograd
-    tells what can be viewed: such views of shards in another order fail.
+    Redistributing leaves the axes in the order of the shape. Autograd derives from the unsharded strides which views
+    are possible, and these views of shards would fail.
     """
     strides = get_meta(spec).stride
-    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])  # stable for equal strides
-    if local.is_contiguous() and order == list(range(len(order))):  # the usual case
+    order = sorted(range(len(strides)), key=lambda axis: -strides[axis])  # equal strides keep their order
+    if local.is_contiguous() and order == list(range(len(order))):  # this usual case needs no copy
         return local
     permuted = local.permute(order)
     if permuted.is_contiguous() or not has_no_gaps(spec.shape, strides):
@@ -377,7 +373,7 @@ def _is_even_local_split(
     spec: DTensorSpec, placements: tuple[Placement, ...], changes: Sequence[tuple[Placement, Placement]]
 ) -> bool:
     """Return whether a redistribution only splits replicated axes evenly, so that no device needs a collective."""
-    if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh
+    if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh, so it has no shard
         return False
     if not all(before.is_replicate() and type(after) is Shard for before, after in changes):
         return False

@@ -17,7 +17,7 @@ from layoutmap.engines.torch import simulation
 
 
 def has_other_processes() -> bool:
-    """Return whether the program has other processes. Torch's `fake` backend has none."""
+    """Return whether the program has several processes. With torch's `fake` backend, it has one."""
     if simulation.is_simulated() or simulation.get_world_size() == 1:
         return False
     return not dist.is_initialized() or dist.get_backend() != "fake"
@@ -48,7 +48,8 @@ def gather_values(values: NumpyArray) -> NumpyArray:
     if not has_other_processes():
         return values[None]
     simulation.ensure_process_group()
-    if "cpu:" not in dist.get_backend_config():  # with NCCL only, torch sends pickles through the GPU
+    # NCCL cannot send CPU tensors, so send pickles, which torch moves to the GPU.
+    if "cpu:" not in dist.get_backend_config():
         return np.stack(_gather_objects(values))
     # Send bytes, because gloo lacks unsigned and 8-bit floating types.
     own = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())  # pyright: ignore[reportUnknownMemberType]

@@ -68,7 +68,7 @@ class _Simulation(SimulationMode):
         leaves = flatten_args(args, kwargs)
         locals_ = (get_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
         ranks = next((get_ranks(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
-        if ranks != self.ranks:  # the mesh covers only some of the ranks
+        if ranks != self.ranks:  # the mesh has only some of the ranks
             with _Simulation(ranks):  # all pieces of an operation need the same ranks
                 return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and not any(map(_has_value_per_rank, leaves)):
@@ -78,13 +78,13 @@ class _Simulation(SimulationMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-# Torch has excluded it from `torch.compile` in its own, slower way.
+# Torch excludes this method from `torch.compile` by a slow wrapper, so replace the wrapper by a faster one.
 _Simulation.__torch_dispatch__ = exclude_from_compile(inspect.unwrap(_Simulation.__torch_dispatch__))
 
 
 @skip_function_modes  # torch holds a lock here, so a mode that called back would deadlock
 def _find_rank_coordinates(find_coordinates: Function, mesh: DeviceMesh) -> object:
-    """Return the mesh coordinates of the simulated ranks that are in a mesh, by torch's method."""
+    """Return the mesh coordinates of the simulated ranks that are in a mesh, as torch's method finds them."""
     ranks = frozenset(list_ranks_of_root_mesh(mesh))
     now: Any = enabled_local_tensor_mode()
     if now.ranks <= ranks:
@@ -125,7 +125,7 @@ def _start_simulation(num_ranks: int) -> None:
     with replace_default_group(None):  # init_process_group refuses to create a second default group
         on_error = sys.excepthook
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        sys.excepthook = on_error  # torch has set a hook that prints a rank
+        sys.excepthook = on_error  # undo the hook that torch has set, which prints a rank
         _group = dist.group.WORLD
     simulation = _Simulation(num_ranks)
     install_patches(
@@ -141,13 +141,13 @@ def _start_simulation(num_ranks: int) -> None:
 
 
 def use_simulated_group() -> AbstractContextManager[None]:
-    """Make the process group of simulated ranks torch's default group while open, if ranks are simulated."""
+    """Make the group of simulated ranks (if any) torch's default process group, while the `with` block runs."""
     return replace_default_group(_group) if _simulation is not None else nullcontext()
 
 
 @contextmanager
 def replace_default_group(group: dist.ProcessGroup | None) -> Generator[None]:
-    """Make a process group torch's default group while open. `None`: there is no default group."""
+    """Make `group` torch's default process group while the `with` block runs. `None`: there is no default group."""
     before = GroupMember.WORLD
     GroupMember.WORLD = group
     try:
@@ -215,7 +215,7 @@ def _warn_of_other_processes(num_devices: int) -> None:
 def _count_launched_processes() -> int:
     """Return the number of processes that a launcher started, or 0 without a launcher."""
     number = int(os.environ.get("WORLD_SIZE", "0"))
-    # torchrun sets both variables, but a shell may set only one.
+    # torchrun sets both variables, but a shell may set only WORLD_SIZE, so WORLD_SIZE=1 alone means nothing.
     return number if number > 1 or "MASTER_ADDR" in os.environ else 0
 
 
@@ -239,13 +239,13 @@ def get_rank() -> int:
 
 
 def filter_local_ranks(ranks: Iterable[int]) -> list[int]:
-    """Return those of some ranks that belong to this process. In a simulation, all do."""
+    """Return the ranks among `ranks` that belong to this process. In a simulation, all ranks do."""
     return list(ranks) if is_simulated() else [each for each in ranks if each == get_rank()]
 
 
 @contextmanager
 def simulate_ranks(ranks: Iterable[int]) -> Generator[None]:
-    """Simulate only these ranks on this thread while open. Without a simulation it does nothing."""
+    """Simulate only `ranks` on this thread while the `with` block runs. Without a simulation, do nothing."""
     wanted = frozenset(ranks)
     ensure_process_group()
     if not is_simulated():
@@ -276,8 +276,8 @@ def make_local_tensor(pieces: Mapping[int, torch.Tensor], dtype: torch.dtype) ->
     """Return the local tensor of a DTensor, from the tensor of each rank of this process.
 
     Args:
-        pieces: The pieces by rank; each must have memory of its own.
-        dtype: The type, for a process that holds none.
+        pieces: The tensors by rank, each in its own memory.
+        dtype: The element type of the empty tensor for a process without a piece.
     """
     if is_simulated():
         return LocalTensor(dict(pieces))
@@ -297,9 +297,9 @@ def get_first_local(local: torch.Tensor) -> torch.Tensor:
 
 
 def copy_to_ranks(tensor: torch.Tensor, ranks: Iterable[int]) -> torch.Tensor:
-    """Return an unsharded tensor as a local tensor, with a copy for each rank and without autograd.
+    """Return an unsharded tensor as a local tensor without autograd. Each simulated rank gets a copy.
 
-    Simulated ranks get memory of their own each: an update in place happens once on each of them.
+    The copies do not share memory, because each rank makes an in-place change once.
     """
     if not is_simulated():
         return tensor.detach()

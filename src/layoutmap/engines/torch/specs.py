@@ -63,7 +63,7 @@ _cached_functions: list[Any] = []
 
 
 def clear_sharding_caches() -> None:
-    """Clear DTensor's cache of shardings and those of this module, because they keep device meshes alive."""
+    """Clear DTensor's cache of shardings and this module's caches, because they keep device meshes alive."""
     _clear_sharding_prop_cache()  # cache keys reference meshes, which reference the process group
     for each in _cached_functions:
         each.cache_clear()
@@ -73,7 +73,7 @@ def clear_sharding_caches() -> None:
 def replace_placements(
     spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Return a spec with other placements and another dtype."""
+    """Return a copy of a spec with the given placements and dtype."""
     keeps: dict[str, Any] = {_FLAG: False} if placements == spec.placements and is_view_spec(spec) else {}
     return DTensorSpec(spec.mesh, placements, tensor_meta=get_meta(spec)._replace(dtype=dtype), **keeps)
 
@@ -84,7 +84,7 @@ _FLAG = "use_strided_shard_as_shard_order"
 def is_view_spec(spec: DTensorSpec) -> bool:
     """Return whether a spec has strided shards that only a view can have. Nothing can be redistributed to them.
 
-    `redistribute` takes what it is asked for to be in another order of mesh dims, as those of layouts are.
+    `redistribute` takes strided shards for axes that are sharded over mesh dims in another order, as layouts have them.
     """
     return not getattr(spec, _FLAG, True) and any(
         type(each) is not Shard and not each.is_replicate() and not each.is_partial()
@@ -101,7 +101,7 @@ def mark_view_spec(spec: Any, order: object) -> None:
 def replace_placement(
     spec: DTensorSpec, mesh_dim: int, placement: Placement, dtype: torch.dtype
 ) -> DTensorSpec:
-    """Return a spec with another placement on one mesh dim, and another dtype."""
+    """Return a copy of a spec with the given placement on one mesh dim, and with the given dtype."""
     placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
     return replace_placements(spec, tuple(placements), dtype)
 
@@ -136,7 +136,7 @@ def make_spec_from_shard(
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             axis, number = get_axis(placement), mesh.size(dim)
-            # Among axes of equal stride and size 1, the first one is major.
+            # Of axes with equal strides, earlier axes and axes of several elements count as slower in memory.
             is_above = [
                 step > strides[axis] or (step == strides[axis] and (i < axis or shape[i] > 1))
                 for i, step in enumerate(strides)

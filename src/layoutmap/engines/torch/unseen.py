@@ -16,11 +16,11 @@ from layoutmap.engines.torch.specs import get_local
 from layoutmap.engines.torch.storages import get_base
 
 _IS_UNSEEN = "_layoutmap_unseen"  # attribute of a tensor whose changes autograd does not count
-_COUNTER = "_layoutmap_number"  # attribute of a storage: number of such changes, in a one-element list
+_COUNTER = "_layoutmap_number"  # attribute of a storage: number of these changes, in a list
 
 
 def get_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage of a DTensor on this device, or on the first simulated one."""
+    """Return the storage of a DTensor on this device, or on the first simulated device."""
     return simulation.get_first_local(get_local(tensor)).untyped_storage()
 
 
@@ -54,16 +54,11 @@ def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
 
 
 def check_unchanged(counters: list[tuple[list[int], int]]) -> None:
-    """Raise if a tensor was changed through `tensor.data` since `snapshot_counters`.
-
-    Raises:
-        EngineError: They were.
-    """
+    """Raise an `EngineError` if a tensor was changed through `tensor.data` since `snapshot_counters`."""
     if any(counter[0] != before for counter, before in counters):
         raise EngineError(
-            "a backward pass of a tensor whose values were changed in place, through tensor.data",
+            "the values of a tensor were changed in place through tensor.data before its backward pass",
             facts={"gradient of": get_backward_node_name()},
-            why="on a mesh, the backward pass may see the former values in another layout, instead of "
-            "the new ones",
+            why="on a mesh, the backward pass may use a copy, which has the former values",
             fix="change the tensor after the backward pass, or compute with a copy of it: f(tensor.clone())",
         )

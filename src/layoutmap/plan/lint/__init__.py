@@ -46,7 +46,7 @@ _NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Findings:
-    """Problems that lint found in a plan. Its truth value is whether there are any.
+    """Store the problems that lint found in a plan. A `Findings` without problems is false in a condition.
 
     Args:
         problems: Each finding, with its evidence in `facts` and a fix.

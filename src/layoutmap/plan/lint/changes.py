@@ -52,7 +52,7 @@ def add_changes_to_fixes(findings: Sequence[Finding], plan: PlanTable) -> Iterat
 
 
 class ChangeWriter:
-    """Writer of the changes of rules that give variables other layouts, as text for fixes.
+    """Writer of the changes of rules that give variables new layouts, as text for fixes.
 
     Args:
         plan: The plan.

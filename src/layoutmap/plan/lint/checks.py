@@ -30,8 +30,8 @@ _LEAST_SHARE = 0.05  # report tables that take at least this share of a device's
 def _find_batch_dim_sums(linted: LintedPlan) -> Iterator[Finding]:
     """Yield a finding for each kernel with a summed axis that is sharded over the batch dim."""
     batch = linted.batch_dim
-    # With activation rules, or without a compiler that chooses, the weight is gathered as intended, so there is no
-    # finding. Weights that are also sharded over a second dim are the plan's problem "no activations".
+    # With activation rules, or if no compiler chooses layouts, the weight is gathered as intended, so there is no
+    # finding. The plan reports weights that are also sharded over a second dim, as "no activations".
     if batch is None or linted.plan.activations or not linted.plan.free_activations:
         return
     for w in linted.kernels:
@@ -55,7 +55,7 @@ def _find_batch_dim_sums(linted: LintedPlan) -> Iterator[Finding]:
 def _make_weight_finding(
     kind: str, w: Weight, what: str, facts: Mapping[str, str], why: str, fix: str, layout: Layout | None
 ) -> Finding:
-    """Return the finding that one weight should have another layout, or without a change if `layout` is None."""
+    """Return the finding that a weight should have this layout. If `layout` is None, it contains no change."""
     facts = {"shape": str(w.shape), "layout": w.layout_text, **facts}
     problem = Problem(kind, "warning", w.path, f"{w.path}: {what}", tuple(facts.items()), why, fix)
     return Finding(problem, ((w.assignment, layout),) if layout else ())
@@ -70,7 +70,7 @@ def _make_swapped_layout(w: Weight, old: int, new: int) -> Layout:
 
 # A valid layout can still be a mistake, so compare the layouts of consecutive kernels (decisions/0022).
 def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
-    """Yield findings for consecutive kernels that are sharded differently along their common axis, or away from it."""
+    """Yield findings for consecutive kernels that are sharded differently along their common axis, or not along it."""
     for block in linted.blocks:
         for first, second in iterate_kernel_pairs(linted, block):
             for out, into in zip(first.list_axes("out"), second.list_axes("in"), strict=True):
@@ -87,7 +87,7 @@ def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
 
 
 def _extend_to_key_and_value(kernels: Mapping[str, Weight], finding: Finding) -> Finding:
-    """Return the finding, and if it changes a query kernel, change key and value kernels of equal layout alike.
+    """Return the finding. If it changes a query kernel, also change the key and value kernels of equal layout.
 
     One rule often matches all three. Key and value kernels with fewer heads are in no pair of consecutive kernels, so
     no other check changes them.
@@ -102,7 +102,7 @@ def _extend_to_key_and_value(kernels: Mapping[str, Weight], finding: Finding) ->
 
 
 def _find_outer_sharding(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
-    """Yield findings for two consecutive kernels that are sharded along other axes than their common one."""
+    """Yield findings for two consecutive kernels that are sharded, but not along the axis that they share."""
     dims = {w.list_dims(axis) for w in (first, second) for axis in (*w.list_axes("in"), *w.list_axes("out"))}
     dims.discard(())
     if len(dims) != 1 or linted.batch_dim is None or (over := dims.pop()) == linted.batch_dims:
@@ -131,7 +131,7 @@ def _find_outer_sharding(linted: LintedPlan, first: Weight, second: Weight) -> I
 
 
 def _has_matching_kernel(linted: LintedPlan, w: Weight, role: str, over: tuple[str, ...]) -> bool:
-    """Return whether a kernel beside `w`, on the side of a role, is replicated or sharded alike on the common axis."""
+    """Return whether a kernel next to `w` is replicated, or shards the axis that they share over the same dims."""
     others = linted.kernels_before if role == "in" else linted.kernels_after
     near = "out" if role == "in" else "in"
     return any(
@@ -377,7 +377,7 @@ def _make_follower_finding(a: Assignment, kernel: Assignment, name: str, layout:
 
 
 def _make_contradiction_problem(kind: str, a: Assignment, other: Assignment, name: str, fix: str) -> Problem:
-    """Return the problem that one variable is sharded differently from its kernel or bias, which is called `name`."""
+    """Return the problem that a variable is sharded differently from its kernel or bias, which has the name `name`."""
     path = a.variable.path
     return Problem(
         kind,

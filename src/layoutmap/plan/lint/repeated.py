@@ -13,14 +13,17 @@ from layoutmap.plan.lint.weights import LintedPlan, find_compute_dims, format_ru
 from layoutmap.plan.problems import Problem
 
 _NUMBER = re.compile(r"\d+")
-_LEAST_SHARE = 3 / 4  # share of equal blocks from which another block counts as an exception
-_LEAST_BLOCKS = 3  # with fewer blocks, the exception cannot be told from the rule
+_LEAST_SHARE = 3 / 4  # if at least this share of the blocks are equal, a block that differs is an exception
+_LEAST_BLOCKS = 3  # with fewer equal blocks, it is unclear which layout is the exception
 _MAX_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _OddWeight:
-    """A weight that lacks the mesh dims `dims` of a sibling in another block. `share` of the siblings have them."""
+    """A weight that is not sharded over `dims`, unlike `sibling`, the same weight of another block.
+
+    `share` is the text for how many of the blocks are like the sibling.
+    """
 
     block: str
     assignment: Assignment
@@ -31,7 +34,7 @@ class _OddWeight:
 
 # A block that is sharded over fewer dims than its siblings is probably a mistake, so report it (decisions/0022).
 def find_odd_blocks(linted: LintedPlan) -> Iterator[Finding]:
-    """Yield a finding for each repeated block with weights that lack mesh dims of most siblings."""
+    """Return a finding for each repeated block with weights that lack mesh dims which most of the blocks use."""
     found: dict[int, _OddWeight] = {}
     for group in _group_sibling_weights(linted).values():
         if len(group) <= _LEAST_BLOCKS:
@@ -67,7 +70,7 @@ def _group_sibling_weights(linted: LintedPlan) -> dict[object, list[tuple[str, A
 
 
 def _find_sharding_dims(a: Assignment) -> frozenset[str]:
-    """Return the mesh dims of size above 1 over which a weight is stored in shards, with those of `fully_shard`."""
+    """Return the mesh dims of size above 1 over which a weight is stored in shards, also those of `fully_shard`."""
     return frozenset(dim for axis in find_compute_dims(a.layout, (), ()) for dim in axis)
 
 

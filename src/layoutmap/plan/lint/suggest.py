@@ -1,4 +1,4 @@
-"""Suggest layouts for replicated variables about which lint has no findings.
+"""Suggest layouts for replicated variables. Lint has no findings about the suggested layouts.
 
 The plan's list of replicated variables, the fix for a variable without a rule, and lint use these layouts.
 """
@@ -28,7 +28,7 @@ class LayoutSuggestions:
         self._dims = sorted(dims, key=lambda dim: (dim.name in linted.batch_dims, -dim.size))
 
     def suggest_layout(self, a: Assignment) -> Layout | None:
-        """Return the layout for a replicated variable, or None if it should stay replicated or no axis divides."""
+        """Return a sharded layout for a replicated variable, or None if no layout fits or it should stay replicated."""
         w = self._weights_by_id.get(id(a))
         if w is None or w.list_axes("rows"):
             rows = w.list_axes("rows") if w else ()
@@ -38,7 +38,7 @@ class LayoutSuggestions:
         return self._suggest_for_kernel(w) if is_kernel else self._suggest_like_kernel(w)
 
     def _suggest_for_kernel(self, w: Weight) -> Layout | None:
-        """Return the layout for a kernel that fits the kernels beside it, or None if no axis divides."""
+        """Return a layout for a kernel that fits the kernels before and after it, or None if no axis splits evenly."""
         out, into = w.list_axes("out")[0], w.list_axes("in")[0]
         for maker in self._linted.kernels_before.get(id(w), ()):
             if dims := self._remove_batch_dims(maker.list_dims(maker.list_axes("out")[0])):
@@ -70,7 +70,7 @@ class LayoutSuggestions:
         return self._sibling_layouts.get(get_sibling_key(a))
 
     def _suggest_like_kernel(self, w: Weight) -> Layout | None:
-        """Return the layout for a bias that is sharded like the outputs of its kernel, or None without a kernel."""
+        """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated."""
         kernel = self._kernels_by_layer.get((w.assignment.variable.model, w.layer))
         return None if kernel is None else make_matching_layout(w, kernel)
 
@@ -98,7 +98,7 @@ class LayoutSuggestions:
         return layout if layout is not None and layout.list_mesh_dims(axis) == dims else None
 
     def _shard_over_largest_dim(self, w: Weight, axis: int) -> Layout | None:
-        """Return the layout with an axis sharded over the largest mesh dim that divides it, or None without one."""
+        """Return the layout with an axis sharded over the largest mesh dim that divides it, or None if no dim does."""
         # If a summed axis is sharded over the batch dim, each step gathers the weight or the batch, so skip this dim.
         is_sum = w.use.roles[axis].startswith("in")
         for dim in self._dims:
@@ -109,7 +109,7 @@ class LayoutSuggestions:
         return None
 
     def _shard_over_batch_dim(self, w: Weight, axis: int) -> Layout | None:
-        """Return the layout with an axis sharded over a batch dim, or None if no batch dim divides the axis."""
+        """Return the layout with an axis sharded over a batch dim, or None if no batch dim divides its size."""
         dims = [dim.name for dim in self._dims if dim.name in self._linted.batch_dims]
         return next((found for dim in dims if (found := self._make_even_layout(w, axis, (dim,)))), None)
 
@@ -124,7 +124,7 @@ class LayoutSuggestions:
         return None if w.shape[axis] // layout.num_shards(axis) % unit else layout
 
     def _shard_first_even_axis(self, a: Assignment, axes: Sequence[int]) -> Layout | None:
-        """Return the layout with one axis sharded: the first that the largest possible dim divides, or None."""
+        """Return the layout with one axis sharded over the largest mesh dim that divides any axis, or None for none."""
         shape = a.variable.shape
         for dim in self._dims:
             for axis in axes:
@@ -163,7 +163,7 @@ class LayoutSuggestions:
 
     @cached_property
     def _previous_kernels(self) -> Mapping[int, Weight]:
-        """By the id of a kernel, the last kernel before it in its block with output sizes equal to its input sizes."""
+        """For each kernel, by its id: the last kernel before it in the block with outputs of the size of its inputs."""
         found: dict[int, Weight] = {}
         for block in self._linted.blocks:
             outputs: dict[tuple[int, ...], Weight] = {}
@@ -180,14 +180,14 @@ class LayoutSuggestions:
         for w in self._linted.kernels:
             before = self._previous_kernels.get(id(w))
             if id(w) in self._linted.kernels_after and id(w) not in self._linted.kernels_before:
-                continue  # the first kernel of a pair is handled with its second one
+                continue  # the first kernel of a pair is sharded by its output axis, and only the second by its input
             if before is not None and id(before) not in rows and id(w) not in self._qkv_by_id:
                 rows.add(id(w))
         return frozenset(rows)
 
 
 def make_sharded_layout(layout: Layout, axis: int, dims: tuple[str, ...]) -> Layout:
-    """Return a layout with one axis sharded over dims. Other axes keep their dims, except these."""
+    """Return a layout with one axis sharded over the mesh dims `dims`, which are removed from the other axes."""
     kept = [
         dims if n == axis else tuple(dim for dim in layout.list_mesh_dims(n) if dim not in dims)
         for n in range(layout.rank)
@@ -196,7 +196,7 @@ def make_sharded_layout(layout: Layout, axis: int, dims: tuple[str, ...]) -> Lay
 
 
 def make_matching_layout(w: Weight, kernel: Weight) -> Layout | None:
-    """Return the layout of a bias that is sharded like its kernel, or None if it is replicated or uneven."""
+    """Return the layout of a bias that is sharded like its kernel, or None if it would be replicated or uneven."""
     axes = {kernel.use.roles[axis]: axis for axis in kernel.list_axes("out")}
     layout = Layout.replicated(w.layout.mesh, w.layout.rank)
     for axis in w.list_axes("out"):

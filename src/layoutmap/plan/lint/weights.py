@@ -154,12 +154,12 @@ class LintedPlan:
 
     @cached_property
     def kernels_before(self) -> Mapping[int, Sequence[Weight]]:
-        """The kernels with outputs that a kernel takes, by the id of that kernel."""
+        """For each kernel, by its id: the kernels that compute its input."""
         return _group_by_id((then, first) for first, then in self.kernel_pairs)
 
     @cached_property
     def kernels_after(self) -> Mapping[int, Sequence[Weight]]:
-        """The kernels that take the output of a kernel, by the id of the kernel."""
+        """For each kernel, by its id: the kernels that take its output as their input."""
         return _group_by_id(self.kernel_pairs)
 
     @cached_property
@@ -172,7 +172,7 @@ class LintedPlan:
         return found
 
     def count_votes(self, w: Weight, axis: int, dims: tuple[str, ...]) -> int:
-        """Return the number of other weights that are sharded alike, if an axis of a kernel is sharded over dims.
+        """Return how many other weights agree with sharding an axis of a kernel over these mesh dims.
 
         They are its bias, the kernels that share the axis, and the same weight in other blocks. For dims of the batch,
         the number of all these weights is subtracted, because an axis between two kernels should not be sharded so.
@@ -197,14 +197,14 @@ class LintedPlan:
         return found
 
     def find_attention_kernels(self, block: Sequence[Weight]) -> dict[str, Weight]:
-        """Return the query, key, and value kernels of a block by these names, or an empty dict if one is not unique."""
+        """Return the query, key, and value kernels of a block by these names, or {} if it lacks one or has several."""
         found = {
             part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
         }
         return {part: each[0] for part, each in found.items()} if _has_one_of_each(found) else {}
 
     def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
-        """Return the mesh dims over which most attention kernels of a block shard their heads, or an empty tuple.
+        """Return the mesh dims over which most attention kernels of a block shard heads, or () if no dims fit.
 
         Dims of the batch are returned only if no kernel uses other dims.
         """
@@ -276,7 +276,7 @@ def get_sibling_key(a: Assignment) -> object:
 
 
 def format_rule_suffix(assignment: Assignment) -> str:
-    """Return the rule that gave a layout, or that there is none, as text to append to the layout."""
+    """Return the rule of a layout, or `no rule`, as text to append to the layout, or "" if rules do not apply to it."""
     match = assignment.match
     return (
         f"     {match.rule}"

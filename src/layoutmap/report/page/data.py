@@ -1,7 +1,7 @@
 """Convert a plan to JSON data for its page. Shared texts are stored once.
 
 A model has thousands of variables but only dozens of shapes, dtypes, and layouts, so a variable refers to these by
-number. All bytes are counted here; the scripts of the page compute only the position of each slice.
+number. All bytes are computed here; the scripts of the page compute only the position of each slice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def make_page_data(plan: PlanTable, findings: Sequence[Problem] = ()) -> dict[st
 
 
 def make_verdict_data(verdict: Verdict) -> dict[str, object]:
-    """Return a verdict as data for JSON, with complete texts that the scripts of the page only show."""
+    """Return the verdict on a plan (can it be built, does it fit the memory) as a dict for JSON.
+
+    All texts are formatted here, so the scripts of the page display them unchanged.
+    """
     return {
         "mood": verdict.mood,
         "fits": verdict.fits,
@@ -53,7 +56,7 @@ def make_verdict_data(verdict: Verdict) -> dict[str, object]:
 
 
 class _UniqueValues(dict[Hashable, int]):
-    """Numbers of distinct values, from 0 in the order of their first use."""
+    """Dict that gives each distinct value a number, from 0 in the order of first use."""
 
     def get_number(self, value: Hashable) -> int:
         return self.setdefault(value, len(self))
@@ -106,7 +109,7 @@ class _PageData:
         }
 
     def _find_first_variable(self, cause: str) -> int | None:
-        """Return the position of the first variable with a cause's path, which may have stars, or None for a layer."""
+        """Return the position of the first variable with this path, in which stars are numbers, or None for a layer."""
         if "*" in cause:
             return next(
                 (numbers[0] for path, numbers in self.by_path.items() if replace_numbers(path) == cause),
@@ -166,7 +169,7 @@ class _PageData:
         )
 
     def _get_layout_number(self, layout: Layout) -> int:
-        """Return the number of a layout, under which the data has its mesh dims for each axis and its text."""
+        """Return the number under which the page data has a layout: the mesh dims of each axis, and the text."""
         if id(layout) in self._seen:
             return self._seen[id(layout)]
         dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}

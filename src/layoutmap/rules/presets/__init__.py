@@ -24,7 +24,7 @@ from layoutmap.core.old_names import warn_about_old_name
 from layoutmap.core.specs import BatchDim, Specs
 from layoutmap.rules.yaml_file import RulesFields, read_rules_file
 
-_FOLDER = os.path.dirname(__file__)  # not pathlib, because it is slow to import
+_FOLDER = os.path.dirname(__file__)  # a text and not a `Path`, because pathlib is slow to import
 _COMPATIBLE_FAMILIES = {
     "mistral": "llama",
     "opt": "gpt2",
@@ -35,7 +35,7 @@ _COMPATIBLE_FAMILIES = {
 }
 """The preset that also fits another model family of keras-hub, by the lower-case name of that family."""
 _OLD_NAMES = {"names": "list_presets", "about": "describe_preset", "read": "read_preset"}
-_MIN_SIMILARITY = 0.85  # names of different families reach 0.75, such as bart and bert
+_MIN_SIMILARITY = 0.85  # different families, such as bart and bert, reach 0.75, so require more
 
 
 def list_presets() -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def describe_preset(name: str) -> str:
     """Return the purpose of a preset, from the first line of its file.
 
     Raises:
-        RuleError: There is none of that name.
+        RuleError: There is no preset of that name.
 
     Example:
         >>> describe_preset("t5")
@@ -62,7 +62,7 @@ def describe_preset(name: str) -> str:
 
 
 def find_matching_preset(paths: Sequence[str]) -> str | None:
-    """Return the name of the preset with a rule for each path and the fewest unused rules, or None without one.
+    """Return the name of the preset with a rule for each path and the fewest unused rules, or None if no preset fits.
 
     Example:
         >>> print(find_matching_preset(["token_embedding.embeddings", "up.kernel"]))

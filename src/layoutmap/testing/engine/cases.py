@@ -32,7 +32,7 @@ draw_half_as_many_examples = settings(
 
 
 class EngineCases(OldMethodNames):
-    """The cases of an engine, with the methods that its tests define: see `EngineContract`."""
+    """The base class of all engine laws: cases, and methods that a subclass defines (see `EngineContract`)."""
 
     engine_name: ClassVar[str]
     meshes: ClassVar[Sequence[str]] = ("x=8", "x=2,y=4", "x=4,y=2", "x=2,y=2,z=2", "x=1,y=8", "x=1")
@@ -81,21 +81,22 @@ class EngineCases(OldMethodNames):
         return get_engine(self.engine_name)
 
     def assemble_array(self, array: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
-        """Return the global values of an array. Fails if its shards leave gaps or overlap."""
+        """Return the global values of an array. Raise if the array's shards leave gaps or overlap."""
         return assemble_blocks(self.gather_shards(self.engine.iterate_shards(array)), shape, np.dtype(dtype))
 
     def can_hold(self, specs: tuple[ShardingSpec, ...]) -> bool:
-        """Return whether the engine claims to support a layout."""
+        """Return whether the engine claims to support these sharding specs."""
         has_combined_dims = any(isinstance(spec, tuple) for spec in specs)
         return specs not in self.cannot_hold and (self.engine.several_dims or not has_combined_dims)
 
     def make_mesh(self, dims: str, first: int | None = None, name: str = "") -> Mesh:
-        """Return a mesh, which is bound to devices if `first` is their start or if the laws use one device."""
+        """Return a mesh: abstract, or bound from device number `first` on, or on the only device of the laws."""
         mesh = Mesh(None, self._parse_dims(dims), name)
         if self.one_device is not None:
             return mesh.with_devices([self.one_device])
-        names = self.engine.list_device_names()
-        return mesh if first is None else mesh.with_devices(names[first : first + mesh.size])
+        if first is None:
+            return mesh
+        return mesh.with_devices(self.engine.list_device_names()[first : first + mesh.size])
 
     def _convert_to_numpy(self, value: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
         """Return the global value of an initializer, as a numpy array."""
@@ -113,7 +114,7 @@ class EngineCases(OldMethodNames):
         return [(dim, mesh.dim_size(dim) if self.one_device is None else 1) for dim in mesh.dim_names]
 
     def _list_meshes(self) -> list[Mesh]:
-        """Return the meshes on the first devices, and two meshes on some other devices."""
+        """Return abstract meshes, a named mesh on the first devices, and a mesh that begins at the third device."""
         meshes = [
             *(self.make_mesh(dims) for dims in self.meshes),
             self.make_mesh("x=2,y=2", first=0, name="first"),
@@ -124,7 +125,7 @@ class EngineCases(OldMethodNames):
     def _make_case_strategy(
         self, num_layouts: int
     ) -> st.SearchStrategy[tuple[Mesh, tuple[Layout, ...], tuple[int, ...], str]]:
-        """Return a strategy of a mesh, layouts on it, a shape that all layouts divide, and an element type."""
+        """Return a strategy of a mesh, layouts on it, a shape that fits all these layouts, and an element type."""
 
         @st.composite
         def draw_case(draw: st.DrawFn) -> tuple[Mesh, tuple[Layout, ...], tuple[int, ...], str]:
@@ -162,7 +163,7 @@ def generate_values(shape: tuple[int, ...], dtype: str, seed: int) -> NumpyArray
     if len(flat) > 1 and not np.issubdtype(element, np.integer):
         flat[:2] = (-0.0, np.inf)
     if dtype == "bfloat16" and QUICK_XLA in os.environ.get("XLA_FLAGS", ""):
-        bits = flat.view("uint16")  # with these flags, XLA on CPUs makes each NaN 0x7FC0, so use no others
+        bits = flat.view("uint16")  # with these flags, XLA on CPUs makes each NaN 0x7FC0, so use no other NaN
         bits[bits & 0x7FFF > 0x7F80] = 0x7FC0
     return flat.reshape(shape)
 
@@ -183,7 +184,7 @@ def list_all_specs(mesh: Mesh, rank: int) -> list[tuple[ShardingSpec, ...]]:
 
 
 def _make_specs(mesh: Mesh, axes: Sequence[int], order: Sequence[int], rank: int) -> tuple[ShardingSpec, ...]:
-    """Return specs in which mesh dim `i` shards axis `axes[i]`. Dims on one axis have the given order."""
+    """Return specs in which mesh dim `i` shards axis `axes[i]`. Dims of the same axis are sorted as in `order`."""
     dims: list[list[str]] = [[] for _ in range(rank)]
     for i in order:
         if axes[i] >= 0:
@@ -215,7 +216,7 @@ def make_assignment(shape: tuple[int, ...], dtype: str, layout: Layout, path: st
 
 
 def make_recording_initializer(values: NumpyArray, used_keys: list[str], key: str) -> Initializer:
-    """Return an initializer that appends `key` to `used_keys` at each use."""
+    """Return an initializer that returns `values` and appends `key` to `used_keys` at each use."""
 
     def get_value() -> NumpyArray:
         used_keys.append(key)

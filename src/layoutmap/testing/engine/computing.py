@@ -39,9 +39,9 @@ class ComputingLaws(EngineCases):
                 self._assert_each_device_has_its_shard(result, layout, values * np.uint32(3))
 
     def test_a_call_that_does_not_fit_is_refused(self):
-        """`call_with_layout` refuses a result of another rank, a result that does not divide, and several arrays."""
+        """`call_with_layout` refuses a result of a wrong rank, a result with uneven shards, and several results."""
         layout = Layout(["x"], self.make_mesh("x=2"))
-        # On one device every axis divides, so only the rank can be wrong.
+        # On one device no shards are uneven, so only the rank can be wrong.
         shapes: list[tuple[int, ...]] = [(2, 2), *[(3,)] * (layout.mesh.size > 1)]
         for shape in shapes:
             array = self.make_array(np.zeros(shape, np.float32))
@@ -73,16 +73,16 @@ class ComputingLaws(EngineCases):
         assert_same_bits(values, self.engine.to_numpy(self.engine.relayout(values, layout)))
 
     def test_all_gather_in_one_process_returns_its_values(self):
-        """With one process, `gather_from_processes` returns its values as one row."""
+        """In one process, `gather_from_processes` returns the values of this process as one row."""
         for dtype in ("uint8", "float64"):
             values = generate_values((3, 2), dtype, seed=0)
 
             assert_same_bits(values[None], self.engine.gather_from_processes(values, self._list_meshes()[0]))
 
     def test_computing_on_a_mesh(self):
-        """Arrays that are computed inside `run_on` are replicated on the mesh. An exception ends it."""
+        """Arrays that are computed inside `run_on` are replicated on the mesh. An exception also ends `run_on`."""
         values = np.arange(8, dtype=np.int32).reshape(4, 2)
-        # No other law uses these dims: engines reuse the first of two equal meshes, which may be bound or abstract.
+        # Engines reuse the first of two equal meshes, which may be bound or abstract, so use dims of no other law.
         for mesh in (self.make_mesh("p=2,q=4"), self.make_mesh("r=4", first=2)):
             result: Any = None
             with contextlib.suppress(ZeroDivisionError), self.engine.run_on(mesh):
@@ -105,7 +105,7 @@ class ComputingLaws(EngineCases):
 
     @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
     def test_canonical_predicts_the_element_type(self, dtype: str):
-        """An array of numpy values has the element type of `canonicalize_values`, which is idempotent."""
+        """`canonicalize_values` returns the dtype that an array of these values has, and is idempotent."""
         values = np.ones(4, dtype)
         canonical = self.engine.canonicalize_values(values)
         array = self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))
@@ -114,7 +114,7 @@ class ComputingLaws(EngineCases):
         assert_same_bits(canonical, self.engine.canonicalize_values(canonical))
 
     def test_texts_and_objects_are_refused(self):
-        """Texts and objects are refused with their element type."""
+        """The error for an array of texts or objects contains its element type."""
         for values in (np.array(["a", "b"]), np.array([None, None])):
             with pytest.raises(EngineError, match=str(values.dtype)):
                 self.engine.canonicalize_values(values)

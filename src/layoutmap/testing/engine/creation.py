@@ -30,7 +30,7 @@ class CreationLaws(EngineCases):
     """Laws about initial values."""
 
     def test_created_values_do_not_depend_on_the_layout(self):
-        """On every mesh and in every layout, values of a random initializer equal unsharded ones bit for bit."""
+        """On every mesh and in every layout, a random initializer's values equal unsharded values bit for bit."""
         shape = (16, 8)
         for dtype in ("float32", "bfloat16"):
             initializer = self.make_random_initializer(shape, dtype, seed=7)
@@ -51,7 +51,7 @@ class CreationLaws(EngineCases):
     @draw_half_as_many_examples
     @given(data=st.data())
     def test_created_arrays_are_the_initial_values(self, data: st.DataObject):
-        """An initializer has its values for any shape, element type, mesh, and layout."""
+        """A created array has its initializer's values, for any shape, element type, mesh, and layout."""
         _, (layout,), shape, dtype = data.draw(self._make_case_strategy(num_layouts=1))
         values = generate_values(shape, dtype, seed=8)
         arrays = self.engine.create_initial_values(
@@ -84,7 +84,7 @@ class CreationLaws(EngineCases):
             assert results[0] == results[1]
 
     def test_equal_initializers_with_other_seeds_differ(self):
-        """Equal initializers with different seeds return different values."""
+        """Initializers that differ only in their seed each create the values of their own seed."""
         layout = Layout(["x", None], self.make_mesh("x=2"))
         initializers = {
             str(seed): self.make_random_initializer((16, 8), "float32", seed) for seed in range(3)
@@ -108,7 +108,7 @@ class CreationLaws(EngineCases):
         assert ["c", "a", "b"] == called == list(arrays)
 
     def test_nothing_is_initialized_if_a_layout_does_not_fit(self):
-        """One wrong layout is refused with the variable's path before any initializer runs."""
+        """The error for one wrong layout contains the variable's path, and is raised before any initializer runs."""
         mesh = self.make_mesh("x=2")
         good = make_assignment((4,), "float32", Layout(["x"], mesh), "good")
         too_many = Mesh(None, {"x": 1 << 20})
@@ -122,7 +122,7 @@ class CreationLaws(EngineCases):
             "missing": (EngineError, make_assignment((4,), "float32", Layout(["x"], mesh), "missing")),
             "nosuchtype": (EngineError, make_assignment((4,), "string", Layout(["x"], mesh), "nosuchtype")),
         }
-        if mesh.size == 1:  # every axis divides by one
+        if mesh.size == 1:  # on one device no shards are uneven, so this layout fits
             del bad["uneven"]
         for path, (kind, assignment) in bad.items():
             used: list[str] = []
@@ -159,7 +159,7 @@ class CreationLaws(EngineCases):
         assert before == self.num_live_arrays()
 
     def test_an_initial_value_of_another_shape_or_type_is_refused(self):
-        """An initial value of a wrong shape or element type is refused with the variable's path."""
+        """The error for an initial value of a wrong shape or element type contains the variable's path."""
         layout = Layout(["x"], self.make_mesh("x=2"))
         assignments = {"w": make_assignment((4,), "float32", layout, "block.w")}
         for wrong in (np.zeros(8, np.float32), np.zeros((4, 1), np.float32), np.zeros(4, np.int8)):

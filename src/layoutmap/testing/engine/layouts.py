@@ -35,7 +35,7 @@ class LayoutLaws(EngineCases):
         assert names == self.engine.list_device_names(names[0].partition(":")[0].lower())
 
     def test_devices_cannot_be_simulated_after_the_framework_started(self):
-        """Another number of simulated devices is refused, and changes nothing."""
+        """A new number of simulated devices is refused after the framework has started, and nothing changes."""
         before = self.engine.list_device_names()
         self.engine.relayout(np.zeros(2, np.float32), Layout([None], self.make_mesh("x=2")))
 
@@ -44,7 +44,7 @@ class LayoutLaws(EngineCases):
         assert before == self.engine.list_device_names()
 
     def test_an_unknown_device_type_is_refused(self):
-        """An unknown device type is refused with its name."""
+        """The error for an unknown device type contains its name."""
         with pytest.raises(EngineError, match="NOSUCH"):
             self.engine.list_device_names("nosuch")
 
@@ -58,7 +58,7 @@ class LayoutLaws(EngineCases):
             assert mesh == self.engine.bind_mesh(mesh)
 
     def test_a_mesh_of_more_devices_than_there_are_is_refused(self):
-        """A mesh with too many devices is refused with the number of available devices."""
+        """The error for a mesh with too many devices contains the number of available devices."""
         mesh = Mesh(None, {"x": 1 << 20})
         number = str(len(self.engine.list_device_names()))
 
@@ -68,7 +68,7 @@ class LayoutLaws(EngineCases):
             self.engine.make_native_layout(Layout(["x"], mesh), 1)
 
     def test_a_mesh_of_unknown_devices_is_refused(self):
-        """A mesh with an unknown device is refused with the device's name."""
+        """The error for a mesh with an unknown device contains the device's name."""
         known = self.engine.list_device_names(self._device_type)[0]
         unknown = f"{known.partition(':')[0]}:77777"
         mesh = Mesh([known, unknown], "x=2") if self.one_device is None else Mesh([unknown], "x=1")
@@ -116,7 +116,7 @@ class LayoutLaws(EngineCases):
         np.testing.assert_array_equal(values, only_shard)
 
     def test_native_checks_the_rank(self):
-        """`make_native_layout` refuses a layout of another rank."""
+        """`make_native_layout` refuses a layout with a rank other than the given rank."""
         with pytest.raises(LayoutError, match="rank"):
             self.engine.make_native_layout(Layout(["x", None], self.make_mesh("x=2")), 1)
 
@@ -141,7 +141,7 @@ class LayoutLaws(EngineCases):
             assert [] == used
 
     def test_several_dims_along_an_axis_are_supported_as_declared(self):
-        """`check_layout` agrees with `several_dims`, since plans rely on it to choose one of the dims."""
+        """`check_layout` accepts an axis over two mesh dims exactly if `several_dims`, which plans read, is true."""
         layout = Layout([("x", "y"), None], Mesh(None, "x=2,y=4"))
         if self.engine.several_dims:
             self.engine.check_layout(layout)
@@ -150,7 +150,7 @@ class LayoutLaws(EngineCases):
                 self.engine.check_layout(layout)
 
     def test_check_layout_needs_no_devices(self):
-        """`check_layout` depends only on the layout, for a mesh of any size, with or without devices."""
+        """`check_layout` depends only on the layout, also on a mesh of any size or without devices."""
         for mesh in (Mesh(None, "x=2,y=4"), self.make_mesh("x=2,y=4", first=0), Mesh(None, "x=256,y=512")):
             for specs in list_all_specs(mesh, 2):
                 is_refused = False

@@ -64,7 +64,7 @@ class ShardLaws(EngineCases):
         self._assert_each_device_has_its_shard(moved, second, values)
 
     def test_relayout_moves_between_meshes(self):
-        """A relayout between meshes of other shapes and devices keeps all bits."""
+        """A relayout between meshes with different shapes and devices keeps all bits."""
         values = generate_values((8, 16), "float32", seed=3)
         layouts = [
             Layout(["x", "y"], self.make_mesh("x=2,y=4")),
@@ -82,7 +82,7 @@ class ShardLaws(EngineCases):
     @draw_half_as_many_examples
     @given(data=st.data())
     def test_a_mover_keeps_every_bit(self, data: st.DataObject):
-        """A mover gives an array the layout of another one, keeps all bits, and leaves both arrays unchanged."""
+        """A mover copies an array to the layout of a second one, keeps all bits, and leaves both arrays unchanged."""
         if self.engine.make_mover is None:
             return
         _, (first, second), shape, dtype = data.draw(self._make_case_strategy(num_layouts=2))
@@ -96,7 +96,7 @@ class ShardLaws(EngineCases):
         assert_same_bits(zeros, self.assemble_array(like, shape, dtype))
 
     def test_a_mover_moves_between_meshes(self):
-        """A mover between meshes of other shapes and devices keeps all bits."""
+        """A mover between meshes with different shapes and devices keeps all bits."""
         if self.engine.make_mover is None:
             return
         values = generate_values((8, 16), "float32", seed=6)
@@ -116,13 +116,13 @@ class ShardLaws(EngineCases):
             self._assert_each_device_has_its_shard(moved, after, values)
 
     def test_devices_in_another_order(self):
-        """On a mesh with another order of devices, each device has its shard, or the engine refuses the mesh."""
+        """On a mesh with devices in an unusual order, each device has its shard, or the engine refuses the mesh."""
         mesh = self.make_mesh("x=2,y=4", first=0)
         names = mesh.devices or ()
         mesh = mesh.with_devices([names[i] for i in (3, 1, 0, 2, 7, 6, 4, 5) if i < len(names)])
         layout = Layout(["y", "x"], mesh)
         values = generate_values((8, 16), "float32", seed=4)
-        if self.holds_any_device_order or mesh.size == 1:  # one device has one order
+        if self.holds_any_device_order or mesh.size == 1:  # each engine accepts the only order of one device
             array = self.engine.relayout(values, layout)
 
             assert layout == self.engine.get_layout(array)
@@ -132,9 +132,9 @@ class ShardLaws(EngineCases):
                 self.engine.relayout(values, layout)
 
     def test_a_layout_that_does_not_fit_is_refused(self):
-        """A relayout refuses an axis that does not divide and another rank."""
+        """A relayout refuses uneven shards and a layout of a wrong rank."""
         mesh = self.make_mesh("x=2,y=4")
-        if mesh.size > 1:  # every axis divides by one
+        if mesh.size > 1:  # on one device no shards are uneven
             with pytest.raises(LayoutError, match="6 is not a multiple of 4"):
                 self.engine.relayout(np.zeros((4, 6), np.float32), Layout(["x", "y"], mesh))
         with pytest.raises(LayoutError, match="rank"):
@@ -182,7 +182,7 @@ class ShardLaws(EngineCases):
             assert layout.num_distinct_shards == len(shards)
 
     def test_writes_to_own_memory_change_the_array(self):
-        """Values that are written to `get_writable_memory` are in the array. It contains all shards or none."""
+        """Values written to `get_writable_memory` are in the array. The memory contains all shards or none."""
         values = generate_values((4, 8), "float32", seed=7)
         layout = Layout(["x", "y"], self.make_mesh("x=2,y=4"))
         arrays = [
@@ -207,7 +207,7 @@ class ShardLaws(EngineCases):
         assert_same_bits(values, shard)
 
     def test_a_shard_of_a_wrong_shape_or_type_is_refused(self):
-        """A shard of a wrong shape or element type is refused with the variable's path."""
+        """The error for a shard of a wrong shape or element type contains the variable's path."""
         assignment = make_assignment((8,), "float32", Layout(["x"], self.make_mesh("x=2")), "block.w")
         shape = assignment.layout.shard_shape((8,))
         for wrong in (np.zeros(3, np.float32), np.zeros(shape, np.int8)):

@@ -95,13 +95,13 @@ def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
         for law in laws:
             yield run_law(law, partial(LAWS[law], trial))
         del trial
-    gc.collect()  # models have reference cycles, and the next case needs their memory
+    gc.collect()  # frees models with reference cycles, because the next case needs their memory
 
 
 def run_law(
     law: str, find_differences: Callable[[], Iterable[str]], figures: Sequence[Mapping[str, Any]] = ()
 ) -> Outcome:
-    """Try one law, and return its outcome. `find_differences` returns differences, and may append to `figures`."""
+    """Try one law, and return its outcome. `find_differences` may append measurements to `figures`."""
     start, missing = time.perf_counter(), ""
     try:
         with ignore_warnings():

@@ -40,7 +40,7 @@ _REFUSED_EXIT_CODE = 3  # the exit code of a program that stops because of error
 
 
 def load_on_other_mesh(trial: Trial) -> Iterator[str]:
-    """Save a trained model, load it with another layout map, and compare values bit for bit, and layouts."""
+    """Save a trained model, load it with a different layout map, and compare layouts, and values bit for bit."""
     case, sharded = trial.case, trial.pair[1]
     other, plan = _draw_other_map(trial)
     with trial.open_shared_folder() as folder:
@@ -63,13 +63,13 @@ def load_on_other_mesh(trial: Trial) -> Iterator[str]:
     yield from (f"{path}: saved, and not loaded" for path in expected if path not in loaded)
     for path, variable in loaded.items():
         if path in expected and not np.array_equal(expected[path], actual[path], equal_nan=True):
-            yield f"{path}: loaded on {other.mesh} with other bits"
+            yield f"{path}: loaded on {other.mesh} with different bits"
         if path in planned and variable.layout != planned[path]:
             yield f"{path}: planned {planned[path]}, loaded in {variable.layout}"
 
 
 def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
-    """Sync a trained model to one with another layout map, and compare values bit for bit, layouts, and sent bytes."""
+    """Sync a model to one with a different layout map. Compare layouts, sent bytes, and values bit for bit."""
     case, trainer = trial.case, trial.pair[1]
     other, _ = _draw_other_map(trial)
     trial.adapter.set_seed(_OTHER_SEED)
@@ -89,7 +89,7 @@ def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
         path, source = row.variable.path, sources[row.sources[0]]
         expected = trial.adapter.read(source)
         if not np.array_equal(expected, trial.adapter.read(synced[path]), equal_nan=True):
-            yield f"{path}: synced to {other.mesh} with other bits"
+            yield f"{path}: synced to {other.mesh} with different bits"
         if synced[path].layout != layouts[path]:
             yield f"{path}: its layout was {layouts[path]} before the sync, and is {synced[path].layout}"
         if (counted := _count_missing_bytes(source.layout, layouts[path], expected)) != row.num_bytes:
@@ -101,7 +101,7 @@ def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
 
 
 def _count_missing_bytes(source: Layout | None, target: Layout | None, values: Any) -> int:
-    """Return how many bytes of the shards in `target` are missing on their devices in the layout `source`."""
+    """Return how many bytes of their shards in `target` the devices lack in `source`, all together."""
     if source is None or target is None:
         return 0
     num_missing = 0
@@ -114,19 +114,19 @@ def _count_missing_bytes(source: Layout | None, target: Layout | None, values: A
 
 
 def load_on_other_engine(trial: Trial) -> Iterator[str]:
-    """Save a trained Keras model, load it on another engine, and compare values bit for bit.
+    """Save a trained Keras model, load it on a different engine, and compare values bit for bit.
 
     One case in eight runs, since loading needs a process.
     """
     case, sharded = trial.case, trial.pair[1]
     if case.library != "keras":
-        raise NotApplicable("only Keras models run on several engines")
+        raise NotApplicable("only Keras models can be loaded on a different engine")
     engine = _OTHER_ENGINE[trial.adapter.engine_name]
     has_devices = case.devices.simulated and not trial.processes.has_other_processes
     if not has_devices or engine not in list_installed_engines():
-        raise NotApplicable(f"{engine} may not be installed, or may have other devices")
+        raise NotApplicable(f"{engine} is not installed, or the devices are not simulated in one process")
     if not trial.choices.is_one_in(8):
-        raise NotApplicable("one case in eight is tried")
+        raise NotApplicable("only one case in eight tries this law")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, arrays = str(Path(folder, "checkpoint")), str(Path(folder, "arrays.npz"))
         save(sharded, checkpoint, progress=False)
@@ -144,7 +144,7 @@ def load_on_other_engine(trial: Trial) -> Iterator[str]:
             text=True,
         )
         if process.returncode == _REFUSED_EXIT_CODE:
-            raise NotApplicable(f"the plan on {engine} has an error")
+            raise NotApplicable(f"the plan of the case on {engine} has an error")
         if process.returncode:
             yield f"loaded on {engine}: {process.stderr[-3000:]}"
             return
@@ -156,7 +156,7 @@ def load_on_other_engine(trial: Trial) -> Iterator[str]:
         if path not in actual:
             yield f"{path}: saved, and not loaded on {engine}"
         elif not np.array_equal(trial.adapter.read(variable), actual[path], equal_nan=True):
-            yield f"{path}: loaded on {engine} with other bits"
+            yield f"{path}: loaded on {engine} with different bits"
 
 
 def apply_to_existing_model(trial: Trial) -> Iterator[str]:
@@ -165,19 +165,21 @@ def apply_to_existing_model(trial: Trial) -> Iterator[str]:
     planned = {a.variable.path: a.layout for a in trial.plan.assignments}
     paths = {path for path in trial.adapter.variables(model) if not path.startswith("optimizer.")}
     if not paths <= planned.keys():
-        raise NotApplicable("in an existing model, Keras numbers layers without a name")
+        raise NotApplicable(
+            "Keras numbers unnamed layers of this existing model differently than in the plan"
+        )
     expected = [trial.adapter.read(variable) for variable in trial.adapter.variables(model).values()]
     sharded = trial.case.layout_map.apply(model, batch_dim=trial.case.map.batch_dim)
     model = model if sharded is None else sharded
     for value, (path, variable) in zip(expected, trial.adapter.variables(model).items(), strict=True):
         if not np.array_equal(value, trial.adapter.read(variable), equal_nan=True):
-            yield f"{path}: other bits after apply"
+            yield f"{path}: different bits after apply"
         if path in planned and variable.layout != planned[path]:
             yield f"{path}: planned {planned[path]}, laid out in {variable.layout}"
 
 
 def _draw_other_map(trial: Trial) -> tuple[DrawnMap, Plan]:
-    """Return another random layout map that the plan accepts, and its plan. An engine may not support all layouts."""
+    """Return a new random layout map and its plan, which has no errors. Draw again if an engine refuses it."""
     choices = trial.choices
     shapes = {a.variable.path: a.variable.shape for a in trial.rule_assignments if a.variable.shape}
     for _ in range(_MAX_DRAWS):
@@ -185,7 +187,7 @@ def _draw_other_map(trial: Trial) -> tuple[DrawnMap, Plan]:
         plan = trial.case.plan(_make_layout_map(drawn_map))
         if not plan.errors:
             return drawn_map, plan
-    raise NotApplicable(f"none of {_MAX_DRAWS} other maps fits")
+    raise NotApplicable(f"plans with {_MAX_DRAWS} other random layout maps all have errors")
 
 
 def _make_layout_map(drawn_map: DrawnMap) -> LayoutMap:

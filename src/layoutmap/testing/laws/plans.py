@@ -71,7 +71,7 @@ def compare_with_rules(trial: Trial) -> Iterator[str]:
 
 
 def compare_shrunk_axis(trial: Trial) -> Iterator[str]:
-    """Plan an axis over all mesh dims, and compare its layout with the dims that split it evenly into most shards."""
+    """Plan an axis over all mesh dims. It must be sharded over the dims that split it into the most equal shards."""
     variable = _pick_variable(trial)
     axis, mesh = trial.choices.pick(*range(len(variable.shape))), trial.case.map.mesh
     dims = [trial.plan.mesh.dim_names if position == axis else () for position in range(len(variable.shape))]
@@ -84,16 +84,16 @@ def _pick_variable(trial: Trial) -> VariableSpec:
     """Return a random variable with at least one axis."""
     candidates = [a.variable for a in trial.rule_assignments if a.variable.shape]
     if not candidates:
-        raise NotApplicable("no variable has an axis")
+        raise NotApplicable("all variables of the case are scalars")
     return trial.choices.pick(*candidates)
 
 
 def _compare_dims(
     trial: Trial, assignment: Assignment, rule_dims: Sequence[Dims], uneven: UnevenSetting
 ) -> Iterator[str]:
-    """Yield the difference between a layout and the one that follows from a rule's dims for each axis.
+    """Yield a text if a variable's layout or padding differs from that which follows from its rule's dims.
 
-    An axis that does not divide is padded, replicated, or sharded over fewer dims, as `uneven` says. An engine without
+    An uneven axis is padded, replicated, or sharded over fewer dims, as `uneven` says. An engine without
     support for several dims along one axis uses the largest of them.
     """
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
@@ -137,7 +137,7 @@ def compare_memory(trial: Trial) -> Iterator[str]:
 
 
 def compare_slots(trial: Trial) -> Iterator[str]:
-    """Compare the layouts of slots and weights along each axis with a size that occurs once in the weight's shape.
+    """Compare the dims of a slot's axes with the dims of the weight's axes of the same sizes, if these are unique.
 
     Half of the cases use Adafactor, which creates slots with fewer axes than their weights.
     """
@@ -147,7 +147,7 @@ def compare_slots(trial: Trial) -> Iterator[str]:
     weights = {a.variable.path: a for a in plan.assignments if a.variable.kind is Kind.WEIGHT}
     slots = [a for a in plan.assignments if a.variable.kind is Kind.SLOT and a.variable.parent in weights]
     if not slots:
-        raise NotApplicable("its plan has no slots")
+        raise NotApplicable("the plan of the case has no optimizer slots")
     for slot in slots:
         weight = weights[slot.variable.parent or ""]
         shape = weight.variable.shape
@@ -162,15 +162,15 @@ def check_misspelled_rule(trial: Trial) -> Iterator[str]:
     """Change a letter of a rule so that it matches nothing, and check that a problem of the plan names the rule."""
     rules = dict(trial.case.map.rules)
     if not rules:
-        raise NotApplicable("it has no rule")
+        raise NotApplicable("the layout map of the case has no rule")
     right = trial.choices.pick(*rules)
     letters = [i for i, letter in enumerate(right) if letter.isalpha() and right[i - 1 : i] != "\\"]
     if not letters:
-        raise NotApplicable("the rule has no letter")
+        raise NotApplicable("the rule has no letter that can be misspelled")
     position = trial.choices.pick(*letters)
     misspelled = f"{right[:position]}{'q' if right[position] != 'q' else 'z'}{right[position + 1 :]}"
     if any(re.match(misspelled, path) for path in _list_paths(trial)):
-        raise NotApplicable("the changed rule matches, too")
+        raise NotApplicable("the misspelled rule matches a path, too")
     changed = {misspelled if pattern == right else pattern: specs for pattern, specs in rules.items()}
     layout_map = LayoutMap(trial.case.map.mesh, changed, uneven=trial.case.map.uneven, rest="replicated")
     if not any(misspelled in str(problem) for problem in trial.case.plan(layout_map).problems):
@@ -187,7 +187,7 @@ def check_last_name_rule(trial: Trial) -> Iterator[str]:
     paths = _list_paths(trial)
     unmatched = sorted(name for name in names if not any(path.startswith(name) for path in paths))
     if not unmatched:
-        raise NotApplicable("a path has one name")
+        raise NotApplicable("a path starts with each name that could be tried")
     pattern = f"{re.escape(trial.choices.pick(*unmatched))}$"
     plan = trial.case.plan(LayoutMap(trial.case.map.mesh, {pattern: ()}, rest="replicated"))
     if ("unused rule", pattern) not in {(problem.kind, problem.subject) for problem in plan.problems}:
@@ -195,7 +195,7 @@ def check_last_name_rule(trial: Trial) -> Iterator[str]:
 
 
 def check_impossible_rule(trial: Trial) -> Iterator[str]:
-    """Add a rule that no layout can satisfy. The layout map must raise, or the plan have an error and build raise."""
+    """Use a rule that no layout satisfies. The map must raise, or its plan must have an error and `build` raise."""
     chosen = _pick_variable(trial)
     case, pattern = trial.case, re.escape(chosen.path) + "$"
     assert case.layout_map.mesh is not None
@@ -217,7 +217,7 @@ def check_impossible_rule(trial: Trial) -> Iterator[str]:
 
 
 def _draw_impossible_specs(choices: Choices, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
-    """Draw specs for a shape that are too many, have an unknown dim or a dim twice, or shard an axis unevenly."""
+    """Draw impossible specs for a shape: too many, an unknown dim, one dim twice, or an axis split unevenly."""
     first = mesh.dim_names[0]
     options: list[Callable[[], Specs]] = [
         lambda: (*(None for _ in shape), first),
@@ -250,12 +250,12 @@ def check_suggested_rules(trial: Trial) -> Iterator[str]:
 
 
 def compare_exit_code(trial: Trial) -> Iterator[str]:
-    """Plan on the command line with a memory limit, and compare terminal, page, JSON, and exit code with the verdict.
+    """Plan on the command line with a memory limit. All outputs and the exit code must say whether the plan fits.
 
     A quarter of the cases run, since the command needs a process.
     """
     if not trial.choices.is_one_in(4):
-        raise NotApplicable("one case in four runs the command")
+        raise NotApplicable("only one case in four tries this law")
     case, needed = trial.case, trial.plan.memory.total
     limit = trial.choices.pick(2 * needed, needed + 2, needed, needed - 2, needed // 2) // 2 * 2
     expected = trial.plan.set_limits(device_memory=limit).verdict

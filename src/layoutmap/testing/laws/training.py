@@ -1,4 +1,4 @@
-"""Laws about training: a sharded model computes the numbers of one device."""
+"""Laws about training: a sharded model computes the same results as one device."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
     """
     # In several processes, `predict` and `evaluate` take the rows of one process, so results cannot be compared.
     if trial.case.library != "keras" or trial.processes.has_other_processes:
-        raise NotApplicable("its library has no predict, or there are several processes")
+        raise NotApplicable("the case is not a Keras model in one process")
     if not trial.choices.is_one_in(3):
-        raise NotApplicable("one case in three is tried")
+        raise NotApplicable("only one case in three tries this law")
     batch, size = trial.case.batch, trial.case.rows * 2 // 3
     results: list[dict[str, Any]] = []
     for model in trial.pair:
@@ -55,7 +55,7 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
 
 
 def _compare_eager_calls(trial: Trial) -> Iterator[str]:
-    """Compare eager calls of Keras on TensorFlow with one device, for unsharded inputs and inputs on the mesh.
+    """Compare eager calls of Keras on TensorFlow with one device, for inputs on and outside of the mesh.
 
     The inputs are unsharded, replicated, and sharded along the batch. DTensor refuses some layouts with an error, which
     counts as no difference.
@@ -84,21 +84,21 @@ def _compare_eager_calls(trial: Trial) -> Iterator[str]:
 
 
 def compare_training(trial: Trial) -> Iterator[str]:
-    """Compare outputs, gradients, three steps, and a step of fewer rows with one device, and allow for rounding."""
+    """Compare outputs, gradients, three steps, and a step with fewer rows with one device, except for rounding."""
     wrong = trial.exclude_rounding(trial.comparisons)
     if wrong and not trial.is_finite:
-        raise NotApplicable("the unsharded model has no finite numbers")
+        raise NotApplicable("some outputs, losses, or gradients of the unsharded model are not finite")
     yield from map(str, wrong)
 
 
 def compare_own_rows(trial: Trial) -> Iterator[str]:
-    """Compare training with one device if each process passes its own rows to a torch model that returns its loss.
+    """Compare torch training in which each process passes its own rows with training on one device.
 
     A model that returns no loss is wrapped in one that does, and its rules are changed for the new paths.
     """
     case, mesh = trial.case, trial.case.layout_map.mesh
     if not isinstance(case.model, TorchModel) or not trial.processes.has_other_processes or mesh is None:
-        raise NotApplicable("it is not a torch model in several processes")
+        raise NotApplicable("the case is not a torch model in several processes")
     dim = next((dim for dim in ("batch", "data") if dim in mesh and mesh.dim_size(dim) > 1), None)
     if dim is None:
         raise NotApplicable("no mesh dim splits the batch, so all processes have the same rows")
@@ -114,7 +114,7 @@ def compare_own_rows(trial: Trial) -> Iterator[str]:
 
 
 def compare_uncompiled(trial: Trial) -> Iterator[str]:
-    """Compare outputs, gradients, and a step of JAX without the compiler with one device.
+    """Compare outputs, gradients, and a step of JAX without its compiler with the results of one device.
 
     One case in eight runs, since these take ten times as long.
     """
@@ -123,7 +123,7 @@ def compare_uncompiled(trial: Trial) -> Iterator[str]:
     if trial.processes.has_other_processes:
         raise NotApplicable("JAX requires the compiler in several processes")
     if not trial.choices.is_one_in(8):
-        raise NotApplicable("one case in eight is tried")
+        raise NotApplicable("only one case in eight tries this law")
     pair = trial.make_pair()
     with importlib.import_module("jax").disable_jit():
         report = compare_models(trial.adapter, *pair, trial.case.batch, steps=1, tolerance=TOLERANCE)
@@ -131,22 +131,22 @@ def compare_uncompiled(trial: Trial) -> Iterator[str]:
 
 
 def compare_precision(precision: str, trial: Trial) -> Iterator[str]:
-    """Compare initial values and training with one device in another precision, and allow for rounding.
+    """Compare initial values and training in `precision` with one device, and allow for rounding.
 
-    Each case runs in one other precision, seldom in a quantized one, which takes longest (decisions/0008).
+    Each case is tried in one precision, seldom in a quantized one, because that takes longest (decisions/0008).
     """
     weights = {name: 1 if name in QUANTIZED else 3 for name in ("TF32", *trial.case.model.precisions)}
     if precision != trial.choices.pick_weighted(weights):
-        raise NotApplicable("another precision is tried on this case")
+        raise NotApplicable("this case is tried in a different precision")
     other = Trial(trial.case.to_precision(precision))
     with ExitStack() as stack:
         if precision == "TF32":
             tf32 = allow_tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
             if trial.case.devices.simulated or not stack.enter_context(tf32):
-                raise NotApplicable("no TF32 on these devices")
+                raise NotApplicable("these devices do not support TF32")
         try:
             if other.plan.errors:
-                raise NotApplicable(f"the plan refuses it: {other.plan.errors[0]}")
+                raise NotApplicable(f"the plan in this precision has an error: {other.plan.errors[0]}")
             yield from compare_initial_values(other)
             yield from compare_training(other)
         except NotApplicable:
@@ -168,11 +168,13 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
         or case.devices.number == 1
         or trial.processes.has_other_processes
     ):
-        raise NotApplicable("it is not a model of JAX without Keras, on several devices of one process")
+        raise NotApplicable("the case is not a JAX model without Keras on several devices of one process")
     dims = Mesh(None, case.map.mesh).dim_names
     rows = [dim for dim in dims if dim == case.map.batch_dim]
     explicit = choices.pick(dims, rows, [dim for dim in dims if dim not in rows]) or dims
-    uneven = case.map.uneven if isinstance(case.map.uneven, str) else "shrink"  # padding is for auto axes
+    uneven = (
+        case.map.uneven if isinstance(case.map.uneven, str) else "shrink"
+    )  # explicit axes cannot be padded
     drawn_map = replace(case.map, explicit_dims=tuple(explicit), uneven=uneven)
     lines = "" if choices.is_one_in(4) else case.model.auto_axes_lines
     other = Trial(replace(case.to_sgd(), map=drawn_map, last_lines=lines))
@@ -194,9 +196,9 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
                 **options,
             )
         except ScopeError as refused:
-            raise NotApplicable(f"the plan cannot trace its step: {refused.what}") from None
+            raise NotApplicable(f"the plan cannot trace the step: {refused.what}") from None
         if "out_sharding" not in {problem.kind for problem in planned.problems}:
-            yield f"the plan does not find what JAX refuses: {error}"
+            yield f"JAX refuses the step, and the plan does not report it: {error}"
         return
     rows = [*compare_logs("step", logs[0][-1], logs[1][-1], TOLERANCE)]
     rows += compare_variables(other.adapter, "weights", unsharded, sharded, tolerance=TOLERANCE)
@@ -218,22 +220,22 @@ def run_failing_step(trial: Trial) -> Iterator[str]:
     train_step, read = trial.adapter.train_step, trial.adapter.read
     batch, wrong_batch = trial.case.batch, _add_axes(trial.case.batch)
     initial = list(map(read, trial.adapter.variables(unsharded).values()))
-    # TensorFlow drops the rank of inputs when it traces a step for a second shape, which alone may raise.
+    # On TensorFlow, a second input shape alone can make a traced step raise. So `gradients` must raise, too.
     for compute in (train_step, trial.adapter.gradients):
         if not _has_failed(lambda compute=compute: compute(unsharded, wrong_batch)):
-            raise NotApplicable("its unsharded model accepts inputs of other shapes")
+            raise NotApplicable("the unsharded model accepts inputs of a wrong rank")
     if not all(map(_is_equal, initial, map(read, trial.adapter.variables(unsharded).values()))):
-        raise NotApplicable("its unsharded model changes its state before it raises")
-    # At the end of `fit`, Keras on JAX stores weights and their averages in one buffer. The next step donates it twice.
+        raise NotApplicable("the unsharded model changes its state before it raises")
+    # After `fit`, Keras on JAX has weights and averages in one buffer, so the next step donates it twice and fails.
     if _has_failed(lambda: train_step(unsharded, batch)):
-        raise NotApplicable("its unsharded model cannot train after an error")
+        raise NotApplicable("the unsharded model cannot train after an error")
     train_step(sharded, batch)
     before = {path: read(variable) for path, variable in trial.adapter.variables(sharded).items()}
     if not _has_failed(lambda: train_step(sharded, wrong_batch)):
         yield "a step that raises on one device did not raise in layouts"
     for path, variable in trial.adapter.variables(sharded).items():
         if path in before and not _is_equal(before[path], read(variable)):
-            yield f"{path}: has another value after a step that failed"
+            yield f"{path}: has a different value after a step that failed"
     expected, logs = (train_step(model, batch) for model in trial.pair)
     # Some models diverge on any device, so compare only if the unsharded model does not.
     is_stable = all(np.all(np.abs(metric) < DIVERGES) for metric in expected.values())
@@ -247,17 +249,17 @@ def run_failing_evaluation(trial: Trial) -> Iterator[str]:
     Keras on JAX takes all variables into the steps, and restores them only if no step fails.
     """
     if trial.case.library != "keras":
-        raise NotApplicable("its library has no evaluate")
+        raise NotApplicable("only Keras models have evaluate")
     model, batch = trial.pair[1], trial.case.batch
     trained = {a.variable.path for a in trial.plan.assignments if a.variable.is_trained}
     weights = {path: v for path, v in trial.adapter.variables(model).items() if path in trained}
     before = {path: trial.adapter.read(weight) for path, weight in weights.items()}
     batches = (each for each in (batch, _add_axes(batch)))
     if not _has_failed(lambda: model.evaluate(batches, steps=2, verbose=0)):
-        raise NotApplicable("its model accepts inputs of other shapes")
+        raise NotApplicable("the sharded model accepts inputs of a wrong rank")
     for path, weight in weights.items():
         if not _is_equal(before[path], trial.adapter.read(weight)):
-            yield f"{path}: has another value after an evaluation that failed"
+            yield f"{path}: has a different value after an evaluation that failed"
     trial.adapter.train_step(model, batch)
 
 

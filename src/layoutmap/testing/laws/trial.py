@@ -34,7 +34,7 @@ from layoutmap.testing.models.cases import EPSILONS, QUANTIZED, Case
 from layoutmap.testing.models.choices import Choices
 
 _COARSE_TOLERANCE = 8
-"""Tolerance of coarse precisions, in multiples of the effect of rounding. The usual 30 would exceed a factor of two."""
+"""Accepted multiple of the rounding error in coarse precisions. The usual 30 would accept a factor of two."""
 _MAX_CANCELLATION = 1e-2
 """The largest relative error by rounding that is accepted for float32 in a drawn model, since sums may cancel."""
 _REFERENCE_FACTOR = 4
@@ -83,7 +83,7 @@ class Trial:
 
     @property
     def choices(self) -> Choices:
-        """A new random generator of choices. Each law of the case gets the same numbers."""
+        """A new random generator of choices. Each law gets the same random numbers."""
         return Choices.from_seed(zlib.crc32(self.case.source.encode()))
 
     @property
@@ -166,7 +166,7 @@ class Trial:
         return [row for row in wrong if not row.error <= _REFERENCE_FACTOR * cancellation[row.stage]]
 
     def _compare_repeated(self) -> Iterator[ParityRow]:
-        """Compare two equal unsharded models, since some devices sum in a random order."""
+        """Compare two equal unsharded models, because some devices sum in a random order."""
         return self._compare_pair(self.make_unsharded(), self.make_unsharded())
 
     def _compare_perturbed(self) -> Iterator[ParityRow]:
@@ -182,8 +182,11 @@ class Trial:
         return self._compare_pair(reference, moved)
 
     def _compare_float32(self) -> Iterator[ParityRow]:
-        """Compare an unsharded model with a float32 model of equal weights, since frameworks may sum in float32."""
-        if self.case.precision not in ("float32", *QUANTIZED):  # quantized models have other weights
+        """Compare an unsharded model with a float32 model of equal weights, because frameworks may sum in float32."""
+        if self.case.precision not in (
+            "float32",
+            *QUANTIZED,
+        ):  # quantized weights differ from float32 weights
             reference = self.make_unsharded()
             wide_trial = Trial(self.case.to_precision("float32"))
             yield from self._compare_pair(
@@ -214,10 +217,10 @@ class Trial:
     def _copy_weights(
         self, model: object, source: object, factor: Callable[[Any], object] = lambda _: 1
     ) -> object:
-        """Copy the weights of one unsharded model to another, and return the latter."""
+        """Copy the weights of `source`, multiplied by `factor`, to `model`, and return `model`. Both are unsharded."""
         trained = {a.variable.path: a.variable.is_trained for a in self.plan.assignments}
         # Unsharded Keras models may number unnamed layers differently, so variables are matched by order. JAX creates
-        # optimizer states in the first step, as the last variables.
+        # optimizer states in the first step, as the last variables, so the lists may differ in length.
         models = (self.adapter.variables(each) for each in (self.pair[1], source, model))
         paths, weights, variables = (list(each.items()) for each in models)
         for (path, _), (_, weight), (_, variable) in zip(paths, weights, variables, strict=False):
@@ -286,7 +289,7 @@ class _UncompiledAdapter:
 class _OwnRowsAdapter:
     """An adapter that passes a sharded model only the rows of this process, and returns only these rows of outputs.
 
-    The last rows of a batch are dropped for both models if they do not divide over the processes.
+    The last rows of a batch are dropped for both models, so that all processes get equally many.
     """
 
     def __init__(self, adapter: Adapter, case: Case, process_index: int):
@@ -331,5 +334,5 @@ def flatten_arrays(values: object) -> list[Any]:
 
 
 def ignore_warnings() -> warnings.catch_warnings[None]:
-    """Ignore all warnings in a block, since many random maps and models deserve one."""
+    """Return a context that ignores all warnings, because many random maps and models cause some."""
     return warnings.catch_warnings(action="ignore")

@@ -39,12 +39,12 @@ LIBRARIES = {"keras": "keras.drawing", "torch": "torch.drawing", "nnx": "jax.nnx
 
 
 def draw(seed: int, library: str = "keras", devices: Devices = EIGHT) -> Case:
-    """Return the case of a seed.
+    """Return the test case that a seed determines.
 
     Args:
         seed: Any integer.
         library: A key of `LIBRARIES`.
-        devices: The devices that it runs on. Other devices give another case.
+        devices: The devices of the case. Different devices give a different case.
     """
     return draw_case(Choices.from_seed(seed), _import_draw_model(library), devices)
 

@@ -11,20 +11,20 @@ from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, ModelValue
 
 T = TypeVar("T")
-_NUM_PLACE_AXES_BY_KIND = {"vector": 0, "sequence": 1, "image": 2, "volume": 3, "tokens": 1}
-_PLACE_SIZES = (8, 8, 4, 6, 16)
+_NUM_SPATIAL_AXES_BY_KIND = {"vector": 0, "sequence": 1, "image": 2, "volume": 3, "tokens": 1}
+_SPATIAL_SIZES = (8, 8, 4, 6, 16)
 
 
 class ModelBuilder(ABC):
     """Build a random model layer by layer.
 
     A method `add_...` takes the variable of a value in the program and returns the variable of its result. Axes between
-    rows and features are called places: steps of a sequence, or pixels. `favorites` are kinds of layers that this model
+    the batch and features are called spatial, also those of sequences. `favorites` are kinds of layers that this model
     draws more often, since one model would otherwise rarely contain two rare kinds.
     """
 
-    favorite_weight = 20
-    """The weight that is added to favorite kinds."""
+    favorite_frequency = 20
+    """Added to how often favorite kinds are drawn."""
 
     def __init__(self, choices: Choices, favorites: Collection[str], *, is_chain: bool = False):
         self.choices, self.favorites, self.is_chain = choices, favorites, is_chain
@@ -38,7 +38,7 @@ class ModelBuilder(ABC):
 
     @abstractmethod
     def add_output(self, value: str) -> None:
-        """Add an output with a value for each place, or with one value for all places."""
+        """Add an output that keeps the spatial axes of a value, or merges them."""
 
     @abstractmethod
     def add_layer(self, value: str) -> str:
@@ -62,7 +62,7 @@ class ModelBuilder(ABC):
 
     @abstractmethod
     def join_input(self, value: str, other: str) -> str:
-        """Return the combination of a value with one that was computed from another input."""
+        """Return the combination of a value with a value that was computed from a different input."""
 
     def build_model(self, max_parts: int) -> None:
         """Add an input, at least one and at most `max_parts` parts, and an output."""
@@ -78,29 +78,30 @@ class ModelBuilder(ABC):
         return name
 
     def add_random_input(
-        self, kind_weights: Mapping[str, int], place_sizes: Mapping[str, tuple[int, ...]]
+        self, kind_frequencies: Mapping[str, int], spatial_sizes: Mapping[str, tuple[int, ...]]
     ) -> tuple[str, Shape, int | None]:
-        """Add an input. Return its variable, its shape with features, and its number of tokens if it has tokens.
+        """Add an input. Return its variable, its shape with features, and its number of tokens, or None.
 
-        `place_sizes` has the possible sizes of place axes, by kind of input.
+        `spatial_sizes` has the possible sizes of spatial axes, by kind of input.
         """
-        choices, kind = self.choices, self.choices.pick_weighted(kind_weights)
-        places = tuple(
-            choices.pick(*place_sizes.get(kind, _PLACE_SIZES)) for _ in range(_NUM_PLACE_AXES_BY_KIND[kind])
+        choices, kind = self.choices, self.choices.pick_weighted(kind_frequencies)
+        spatial = tuple(
+            choices.pick(*spatial_sizes.get(kind, _SPATIAL_SIZES))
+            for _ in range(_NUM_SPATIAL_AXES_BY_KIND[kind])
         )
-        shape = (*places, choices.pick_weighted(WIDTHS))
+        shape = (*spatial, choices.pick_weighted(WIDTHS))
         vocabulary = choices.pick(32, 64, 30) if kind == "tokens" else None
-        value = self.create_variable_name(places if vocabulary else shape)
+        value = self.create_variable_name(spatial if vocabulary else shape)
         self.inputs.append(ModelValue(value, self.shapes[value], vocabulary))
         return value, shape, vocabulary
 
     def draw_layer_of_kind(
-        self, kind_weights: Mapping[str, int], draw_layer: Callable[[str], T | None]
+        self, kind_frequencies: Mapping[str, int], draw_layer: Callable[[str], T | None]
     ) -> tuple[str, T]:
         """Return a random kind and a layer of it. Kinds for which `draw_layer` returns None are not drawn again."""
         left = {
-            kind: weight + self.favorite_weight * (kind in self.favorites)
-            for kind, weight in kind_weights.items()
+            kind: weight + self.favorite_frequency * (kind in self.favorites)
+            for kind, weight in kind_frequencies.items()
         }
         while True:
             kind = self.choices.pick_weighted(left)
@@ -108,8 +109,8 @@ class ModelBuilder(ABC):
                 return kind, layer
             del left[kind]
 
-    def get_part_weights(self) -> dict[Callable[[str], str], int]:
-        """Return the methods that add a part, with their weights in the draw."""
+    def get_part_frequencies(self) -> dict[Callable[[str], str], int]:
+        """Return the methods that add a part, with how often each is drawn."""
         return {
             self.add_layer: 9,
             self.add_residual: 3,
@@ -121,7 +122,7 @@ class ModelBuilder(ABC):
 
     def add_part(self, value: str) -> str:
         """Add a random part, which is one layer or several layers that belong together."""
-        add = self.add_layer if self.is_chain else self.choices.pick_weighted(self.get_part_weights())
+        add = self.add_layer if self.is_chain else self.choices.pick_weighted(self.get_part_frequencies())
         return add(value)
 
     def add_residual(self, value: str) -> str:
@@ -136,7 +137,7 @@ class ModelBuilder(ABC):
         return self.add_sum(value, inner)
 
     def add_and_join_input(self, value: str) -> str:
-        """Add another input, and combine the value with it."""
+        """Add an input, and combine a value with it. If the model has three inputs, add a layer instead."""
         if len(self.inputs) > 2:
             return self.add_layer(value)
         other = self.add_input()
@@ -145,7 +146,7 @@ class ModelBuilder(ABC):
         return self.join_input(value, other)
 
     def add_second_output(self, value: str) -> str:
-        """Add an output in the middle of the model."""
+        """Add a layer in the middle of the model, and before it an output if the model has fewer than two."""
         if len(self.outputs) < 2:
             self.add_output(value)
         return self.add_layer(value)

@@ -44,7 +44,7 @@ class DrawnModel(Protocol):
     """The imports of the program, with short names for modules. The program imports numpy as `np`."""
 
     optimizers: ClassVar[Mapping[str, int]]
-    """Expressions of optimizers with their weights.
+    """Expressions of optimizers, with how often each is drawn.
 
     The first optimizer is SGD, which detects a gradient of the wrong scale, since its step depends on the scale.
     """
@@ -56,7 +56,7 @@ class DrawnModel(Protocol):
 
     @property
     def layer_outputs(self) -> Mapping[str, Shape]:
-        """Shapes of layer outputs without rows, by layer path, for rules for activations."""
+        """Shapes of layer outputs without the batch axis, by layer path. Activation rules are drawn for them."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class DrawnModel(Protocol):
 
     @property
     def precisions(self) -> Mapping[str, str]:
-        """Lines at the end of a program with which the model computes in another precision, by precision."""
+        """Lines at the end of a program that set the model's precision, by the name of the precision."""
         ...
 
     @property
@@ -92,7 +92,7 @@ class Case:
         map: The layout map and the mesh dim of the batch.
         optimizer: The expression of the optimizer.
         rows: The number of rows of the batch.
-        devices: The devices that it runs on.
+        devices: The devices that the case runs on.
         precision: A key of `EPSILONS`, or `"float64"`.
         last_lines: More lines at the end of the source.
         ambient_mesh: The axis types of the mesh that the program sets by `jax.set_mesh`. Empty: it sets none.
@@ -135,7 +135,7 @@ class Case:
 
     @contextmanager
     def use_ambient_mesh(self) -> Generator[None]:
-        """Set the mesh that the program sets, while the context is open."""
+        """Set the mesh that the program sets by `jax.set_mesh`, if it sets one, until the block ends."""
         if not self.ambient_mesh:
             yield
             return
@@ -156,7 +156,7 @@ class Case:
         return dataclasses.replace(self, optimizer=next(iter(self.model.optimizers)))
 
     def to_precision(self, precision: str) -> Case:
-        """Return the same case with SGD, computed in another precision of `EPSILONS`."""
+        """Return the same case with SGD, computed in `precision`, which is a key of `EPSILONS`."""
         return dataclasses.replace(self.to_sgd(), precision=precision)
 
     @property
@@ -207,7 +207,7 @@ class Case:
 def draw_case(
     choices: Choices, draw_model: Callable[[Choices], DrawnModel], devices: Devices = EIGHT
 ) -> Case:
-    """Draw a model, a layout map for its variables, an optimizer, and a number of rows."""
+    """Return a case with a random model, layout map, optimizer, and number of rows."""
     model = draw_model(choices)
     unmapped = Case(model, DrawnMap("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
     variables = {

@@ -20,7 +20,7 @@ class Choices:
 
     @classmethod
     def from_seed(cls, seed: int) -> Choices:
-        """Return the choices of a seed, which never change.
+        """Return choices that only depend on a seed, in all versions of Python.
 
         Python guarantees the sequence of `random()` across releases, but not those of its other methods.
         """
@@ -31,9 +31,9 @@ class Choices:
         """Return one of the arguments."""
         return alternatives[self.draw_below(len(alternatives))]
 
-    def pick_weighted(self, weights: Mapping[T, int]) -> T:
-        """Return one of the keys, with a probability proportional to its weight."""
-        return self.pick(*(key for key, weight in weights.items() for _ in range(weight)))
+    def pick_weighted(self, frequencies: Mapping[T, int]) -> T:
+        """Return one of the keys, with a probability proportional to its frequency."""
+        return self.pick(*(key for key, n in frequencies.items() for _ in range(n)))
 
     def is_one_in(self, num_outcomes: int) -> bool:
         """Return True with a probability of 1 / `num_outcomes`, and otherwise False."""

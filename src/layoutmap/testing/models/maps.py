@@ -17,7 +17,7 @@ from layoutmap.testing.models.choices import Choices
 Shape = tuple[int, ...]
 Specs = tuple[str | tuple[str, ...] | None, ...]
 
-_MESHES = {  # meshes of 8 devices, with their weights
+_MESHES = {  # meshes of 8 devices, with how often each is drawn
     "batch=2,model=4": 4,
     "batch=4,model=2": 4,
     "batch=2,model=2,x=2": 4,
@@ -46,8 +46,8 @@ class Devices:
     mesh: str = ""
 
     @cached_property
-    def meshes(self) -> Mapping[str, int]:
-        """Meshes of these devices as text, with their weights."""
+    def mesh_frequencies(self) -> Mapping[str, int]:
+        """Meshes of these devices as text, with how often each is drawn."""
         if self.mesh:
             return {self.mesh: 1}
         if self.number == 8:
@@ -93,7 +93,7 @@ def draw_layout_map(
 
     `variables` has shapes by path, and `outputs` shapes of layer outputs without rows by layer path.
     """
-    text = choices.pick_weighted(devices.meshes)
+    text = choices.pick_weighted(devices.mesh_frequencies)
     mesh = Mesh(None, text)
     uneven: UnevenSetting = choices.pick(
         "error", "error", "replicate", "shrink", _PAD_OR_SHRINK, _PAD_OR_SHRINK
@@ -141,7 +141,7 @@ def draw_sharding_specs(
 
 
 def _can_fit_shapes(layout: Layout, shapes: Collection[Shape], uneven: UnevenSetting) -> bool:
-    """Return whether a layout fits tensors of all these shapes."""
+    """Return whether tensors of all these shapes can have a layout. They need even shards if `uneven` is "error"."""
     return all(
         len(shape) == layout.rank and (uneven != "error" or not layout.find_uneven_axes(shape))
         for shape in shapes

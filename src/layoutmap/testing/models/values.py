@@ -1,4 +1,4 @@
-"""Draw inputs, outputs, and sizes that divide over a mesh, for the models of all libraries."""
+"""Draw inputs, outputs, and sizes, most of which mesh dims divide, for the models of all libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
 
 WIDTHS = {8: 6, 16: 5, 4: 2, 24: 2, 12: 2, 32: 1, 6: 1, 7: 1}
-"""Numbers of features with their weights. Most are multiples of 4 or 8, which divide over the dims of a mesh."""
+"""Numbers of features, with how often each is drawn. Most are multiples of 4 or 8, so that mesh dims divide them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def write_one_or_list(expressions: list[str]) -> str:
 
 
 def find_divisors(*numbers: int) -> list[int]:
-    """Return the numbers of 1, 2, 3, 4, 7, and 8 that divide all arguments."""
+    """Return those of the numbers 1, 2, 3, 4, 7, and 8 that divide all arguments."""
     return [n for n in (2, 4, 8, 1, 3, 7) if all(number % n == 0 for number in numbers)]
 
 
@@ -68,8 +68,8 @@ def draw_padding(
     lengths = tuple((size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True))
     is_valid = all(n >= length for n, length in zip(space, lengths, strict=True)) and choices.is_one_in(2)
     least = lengths if is_valid else (1,) * len(space)
-    places = tuple(-(-(n - length + 1) // s) for n, length, s in zip(space, least, strides, strict=True))
-    return is_valid, places
+    spatial = tuple(-(-(n - length + 1) // s) for n, length, s in zip(space, least, strides, strict=True))
+    return is_valid, spatial
 
 
 def write_losses(outputs: Sequence[ModelValue], output_letter: str) -> str:

@@ -35,7 +35,7 @@ _PACKAGES = {"keras": "keras", "nnx": "flax"}
 
 
 def run_selftest(options: Any) -> Report | None:
-    """Try laws until the time is over or the user interrupts, and return the report, or None in other processes than 0.
+    """Try laws until the time is over or the user interrupts. Return the report in process 0, else None.
 
     It runs on the user's machine, since wrong numbers depend on its releases and devices (decisions/0166).
     """
@@ -45,11 +45,13 @@ def run_selftest(options: Any) -> Report | None:
     started_by = detect_launcher() or Launcher("", 0, 1)
     is_alone = started_by.num_processes == 1
     if not is_alone and not options.engine:
-        raise LayoutMapError("several processes test one engine", fix=f"add --engine {', '.join(ENGINES)}")
+        raise LayoutMapError(
+            "several processes can test only one engine", fix=f"add --engine {', '.join(ENGINES)}"
+        )
     if not (options.simulate or options.busy):
         _check_devices_are_free()
     if options.on:
-        machine_named(options.on)  # raises before anything runs
+        machine_named(options.on)  # raises for an unknown name before anything runs
     report = Report(_collect_run_facts(options, seed), with_names=options.with_names)
     engines = [options.engine] if options.engine else list_installed_engines()
     with (
@@ -64,7 +66,7 @@ def run_selftest(options: Any) -> Report | None:
             num_workers=None if options.simulate else 1,  # two workers would share the memory of a device
             simulate=options.simulate,
             mesh=options.mesh,
-            settings={"TMPDIR": folder},  # removes temporary files of killed processes, too
+            settings={"TMPDIR": folder},  # so that temporary files of killed processes are removed, too
         )
         results = (
             schedule.run_cases()
@@ -97,18 +99,18 @@ def _check_laws_were_tried(report: Report, minutes: float, *, has_devices: bool)
         raise LayoutMapError(
             f"nothing could be tried within {minutes:g} minutes",
             why=next((r.outcome.why for r in report.results), "frameworks take up to a minute to start"),
-            fix="see that this lists devices: layoutmap devices; or give more --minutes",
+            fix="check that `layoutmap devices` lists devices, or pass a larger --minutes",
         )
     if report.missing_packages and all(result.outcome.missing for result in report.results):
         raise LayoutMapError(
             "nothing could be tried",
-            why=f"not installed: {', '.join(report.missing_packages)}",
+            why=f"these packages are not installed: {', '.join(report.missing_packages)}",
             fix=f"pip install {' '.join(report.missing_packages)}",
         )
 
 
 def _add_device_facts(report: Report, schedule: Schedule, engine: str, machine_name: str | None) -> None:
-    """Add facts about the devices of an engine, and their measured speeds, to a report."""
+    """Add the devices of an engine and their measured speeds to a report."""
     names, facts, is_simulated = schedule.devices[engine], schedule.facts[engine], schedule.simulate > 0
     kind = "simulated " * is_simulated + names[0].rpartition(":")[0].rpartition(":")[2]
     report.facts[f"{engine} devices"] = f"{len(names)} {kind}"
@@ -129,7 +131,7 @@ def _predict_step(speeds: Speeds, machine_name: str | None) -> dict[str, float]:
 
     Return an empty mapping if the prediction fails, since the report is useful without it.
     """
-    if not (speeds.step and (machine_name or speeds.has_enough_figures)):
+    if not (speeds.step and (machine_name or speeds.has_enough_measurements)):
         return {}
     with (
         tempfile.NamedTemporaryFile("w", suffix=".yaml") as file,
@@ -159,18 +161,18 @@ def _collect_run_facts(options: Any, seed: int) -> dict[str, str]:
 
 
 def _choose_subjects(engines: Collection[str], only: Collection[str]) -> list[str]:
-    """Return the subjects with installed libraries, limited to `only` unless it is empty."""
+    """Return the subjects that can be tried, or those of them that `only` names if it is not empty."""
     available = [
         name
         for name, subject in (WITHOUT_MODELS | SUBJECTS).items()
         if subject.engine in engines
-        and subject.num_processes == 1  # with a launcher, its processes try these subjects together
+        and subject.num_processes == 1  # processes of a launcher try these together, so omit others
         and find_spec(_PACKAGES.get(subject.library, "numpy")) is not None
     ]
     chosen = [name for name in available if name in (only or available)]
     if not chosen or len(chosen) < len(only):
         raise LayoutMapError(
-            f"--only selects {', '.join(chosen) or 'nothing'}",
+            "--only names a subject that cannot be tried" if only else "the self-test has nothing to try",
             why=f"with the installed packages, these can be tried: {', '.join(available)}",
             fix='name one of them with --only, or pip install "layoutmap[jax]", [tensorflow] or [torch]',
         )
@@ -190,11 +192,11 @@ def _check_devices_are_free() -> None:
             "the devices are in use",
             facts={"processes, memory": "; ".join(used)},
             why="these processes and the self-test would share the memory and the time of the devices",
-            fix="wait for them, choose others with CUDA_VISIBLE_DEVICES, or add --busy",
+            fix="wait for them, choose other devices with CUDA_VISIBLE_DEVICES, or add --busy",
         )
 
 
 def _is_selftest_worker(pid: str) -> bool:
-    """Return whether a process is a worker of a self-test, which another process of this program may have started."""
+    """Return whether a process is a worker of a self-test. A different process of this program may have started it."""
     command = Path("/proc", pid, "cmdline")
     return command.exists() and b"layoutmap.testing.worker" in command.read_bytes()

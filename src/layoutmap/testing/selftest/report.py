@@ -63,7 +63,7 @@ class Report:
 
     @property
     def headline(self) -> str:
-        """The verdict in one line."""
+        """Whether all laws held, in one line with the counts."""
         results = [result for result in self.results if not result.outcome.missing]
         cases = len({(result.subject, result.seed) for result in results})
         total = f"{len(results)} laws on {cases} cases in {self.seconds:.0f} s"
@@ -99,7 +99,7 @@ class Report:
         return [[*key, state] for key, state in sorted(states.items())]
 
     def to_text(self, width: int | None = None) -> str:
-        """Return a text with the verdict in its first and last line, and all tables, facts, and the first failure."""
+        """Return a text with the headline in its first and last line, and all tables, facts, and the first failure."""
         tables = [
             "\n".join(format_table(columns, rows, columns[first_number:], width=width, drop=["seconds"]))
             for columns, rows, first_number in self._tables
@@ -136,7 +136,7 @@ class Report:
     def to_machine_file(self) -> str:
         """Return a machine file with the speeds of the first measured engine."""
         for speeds in self.speeds:
-            if speeds.has_enough_figures:
+            if speeds.has_enough_measurements:
                 devices, topology = (
                     self.facts[f"{speeds.engine} {name}"] for name in ("devices", "topology")
                 )
@@ -145,7 +145,7 @@ class Report:
         raise LayoutMapError(
             "no machine file can be written",
             why="no collective was measured among two devices or more",
-            fix="start it on several devices, as with torchrun or --simulate 8, and give it more --minutes",
+            fix="start the self-test on several devices, as with torchrun or --simulate 8, and pass a larger --minutes",
         )
 
     @property
@@ -168,7 +168,7 @@ class Report:
 
     @property
     def _failure_texts(self) -> list[str]:
-        """The first failure and its program, or an empty list."""
+        """A text about the first failure and, if there is one, its program. The list is empty if no law failed."""
         if not self.failures:
             return []
         first = self.failures[0]

@@ -25,9 +25,9 @@ _HEAD = """\
 # Written by layoutmap selftest. The bandwidth of a network is the median over all its collectives.
 # A network that was not measured has the bandwidth of the other one.
 """
-_DEVICE_FIGURES = {"memory": ("memory", "B"), "memory_bandwidth": ("copy in memory", "B/s")}
+_DEVICE_MEASUREMENTS = {"memory": ("memory", "B"), "memory_bandwidth": ("copy in memory", "B/s")}
 _DEVICE_FIELDS = {"memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth"}
-_STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+_STEP_MEASUREMENTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "step": ("a step", format_duration),
     "step_bytes": ("peak of a step", format_bytes),
     "created_bytes": ("peak of creation", format_bytes),
@@ -42,15 +42,15 @@ class Speeds:
 
     engine: str
     node_size: int  # devices per host
-    results: Sequence[LawResult]  # those with figures
+    results: Sequence[LawResult]  # law results that contain measurements
     on: Device | None = None  # device of a machine file to compare with
     share_cores: bool = False  # fewer cores than devices, so that devices slow each other down
     predicted: Mapping[str, float] = field(default_factory=dict[str, float])  # cost of the measured step
 
     @property
-    def has_enough_figures(self) -> bool:
+    def has_enough_measurements(self) -> bool:
         """Whether enough was measured for a machine file: a collective and the memory."""
-        return bool(self._collectives) and "memory" in self._best_figures
+        return bool(self._collectives) and "memory" in self._best_measurements
 
     @cached_property
     def step(self) -> Mapping[str, Any]:
@@ -64,7 +64,7 @@ class Speeds:
 
     @cached_property
     def _collectives(self) -> dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]]:
-        """By kind, group size, and stride, the measurement of the fastest collective, its group, and its bandwidth."""
+        """By kind, group size, and stride: the fastest measured collective, its group, and its bandwidth."""
         collectives: dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]] = {}
         for figure in self.figures:
             if "kind" not in figure:
@@ -81,8 +81,8 @@ class Speeds:
         return collectives
 
     @cached_property
-    def _best_figures(self) -> dict[str, float]:
-        """The largest measurement of each figure of a single device, by name."""
+    def _best_measurements(self) -> dict[str, float]:
+        """The largest measured value of each property of a single device, by name."""
         best: dict[str, float] = {}
         for figure in self.figures:
             named = {figure["dtype"]: figure["flops"]} if "dtype" in figure else figure
@@ -95,9 +95,12 @@ class Speeds:
         first = self.results[0]
         what, why = "held", "\n".join(self._describe_slow_collectives())
         if self.share_cores:
-            what, why = "not tried", "there are more devices than cores: one slows another down"
+            what, why = "not tried", "there are more devices than cores, so they slow each other down"
         elif not any(self._expect_bandwidth(key) for key in self._collectives):
-            what, why = "not tried", "there is nothing to compare with: no machine by --on, no other mesh dim"
+            what, why = (
+                "not tried",
+                "there is no speed to compare with: no machine of --on, and no other mesh dim",
+            )
         elif why:
             what, why = "wrong", f"{why}\nMeasure again: layoutmap selftest --only {first.subject}"
         return LawResult(first.subject, first.seed, Outcome(SLOW_COLLECTIVE_LAW, what, why, 0.0))
@@ -111,7 +114,7 @@ class Speeds:
                 yield f"{name}: {_format_rate(bandwidth)}, and {reference} {_format_rate(expected)}"
 
     def _expect_bandwidth(self, key: _Key) -> float | None:
-        """Return the bandwidth in the machine file if there is one, else the best of this kind over other dims."""
+        """Return the bandwidth in the machine file. Without one, return the best of this kind over other mesh dims."""
         group = self._collectives[key][1]
         if self.on is not None:
             return self.on.slow.bandwidth if group.nodes > 1 else self.on.fast.get_bandwidth(group.size)
@@ -123,20 +126,20 @@ class Speeds:
         return max(other_bandwidths, default=None)
 
     def make_table_rows(self) -> list[list[str]]:
-        """Return a table row for each measured figure, with the expected or predicted one beside it."""
+        """Return a table row for each measurement, with the value that was expected or predicted."""
         rows: list[list[str]] = []
         for key, (figure, group, bandwidth) in sorted(self._collectives.items()):
             group_text = f"{figure['dim']} of {figure['mesh']}" + f", {group.nodes} hosts" * (group.nodes > 1)
             expected = self._expect_bandwidth(key) if self.on else None
             what = f"{_format_collective_name(figure)} of {format_bytes(figure['bytes'])}"
             rows.append(self._make_row(what, group_text, _format_rate, bandwidth, expected))
-        for name, value in self._best_figures.items():
-            what, unit = _DEVICE_FIGURES.get(name, (f"product in {name}", "FLOP/s"))
+        for name, value in self._best_measurements.items():
+            what, unit = _DEVICE_MEASUREMENTS.get(name, (f"product in {name}", "FLOP/s"))
             expected = self.on and (
                 self.on.flops.get(name) or getattr(self.on, _DEVICE_FIELDS.get(name, ""), None)
             )
             rows.append(self._make_row(what, "one device", partial(_format_rate, unit=unit), value, expected))
-        for name, (what, to_text) in _STEP_FIGURES.items() if self.step else ():
+        for name, (what, to_text) in _STEP_MEASUREMENTS.items() if self.step else ():
             predicted = self.predicted.get(name)
             rows.append(self._make_row(what, self.step["mesh"], to_text, self.step[name], predicted))
         return rows or [[self.engine, "not measured", "", "", ""]]
@@ -154,9 +157,9 @@ class Speeds:
 
     def to_machine_file(self, about: str) -> str:
         """Return a machine file for `--on` with one device named `here`."""
-        best = dict(self._best_figures)
+        best = dict(self._best_measurements)
         device: dict[str, Any] = {"about": about}
-        device |= {name: f"{best.pop(name):.0f} {unit}" for name, (_, unit) in _DEVICE_FIGURES.items()}
+        device |= {name: f"{best.pop(name):.0f} {unit}" for name, (_, unit) in _DEVICE_MEASUREMENTS.items()}
         device["flops"] = {dtype: f"{number:.0f} FLOP/s" for dtype, number in best.items()}
         bandwidths = [(group.nodes > 1, bandwidth) for _, group, bandwidth in self._collectives.values()]
         for network, is_far, where in (("fast", False, "in a host"), ("slow", True, "between hosts")):
@@ -173,7 +176,7 @@ def _format_collective_name(figure: Mapping[str, Any]) -> str:
 
 
 def _make_unit_device(node_size: int, fast: float = 1.0) -> Device:
-    """Return a device that sends one byte per second."""
+    """Return a device that sends one byte per second between hosts, and `fast` bytes inside a host."""
     return Device("", "", 1, 1.0, {}, Network("", fast), Network("", 1.0), node_size)
 
 

@@ -46,7 +46,7 @@ class JaxBackend(Backend):
     global_init_reasons = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs the whole matrix",
-            "Constant": "its constant is an array, all of which exists already",
+            "Constant": "its constant is an array that already exists as a whole",
         }
     )
 
@@ -74,7 +74,7 @@ class JaxBackend(Backend):
     def store_value(
         self, variable: keras.Variable, value: object, assignment: Assignment, session: KerasSession
     ) -> object:
-        """Store a value and the sharding that later values get. Return this sharding object as the tag."""
+        """Store a value and the sharding for later values. Return this sharding, which identifies the variable."""
         native = session.engine.make_native_layout(assignment.layout, assignment.layout.rank)
         # Keras copies `_layout` to the slots of a weight, so a new object for each weight identifies it.
         tag = jax.sharding.NamedSharding(native.mesh, native.spec, memory_kind=native.memory_kind)
@@ -93,11 +93,11 @@ class JaxBackend(Backend):
 
     # `with_sharding_constraint` works with and without a trace, so no `Distribution` is needed (decisions/0007).
     def relayout_output(self, array: object, layout: Layout, session: KerasSession) -> object:
-        """Constrain an array in a trace to a layout, or redistribute it outside one."""
+        """Return an array in a layout: constrained to it in a trace, and redistributed outside a trace."""
         return jax.lax.with_sharding_constraint(array, session.engine.make_native_layout(layout, layout.rank))
 
     def make_layer_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
-        """Return a `_maybe_build` that refuses arrays on another mesh than the weights', or on explicit axes."""
+        """Return a `_maybe_build` that raises if a layer's weights cannot be used on the mesh of `jax.set_mesh`."""
         build = layer._maybe_build
 
         @functools.wraps(build)
@@ -157,7 +157,7 @@ class JaxBackend(Backend):
 
 
 def _check_ambient_mesh(layer: keras.Layer, argument: object, session: KerasSession) -> None:
-    """Raise if `jax.set_mesh` is set to a mesh on which a layer cannot use its weights with `argument`."""
+    """Raise if a layer's weights cannot be used with `argument` on the mesh of `jax.set_mesh`."""
     ambient_mesh = jax.sharding.get_abstract_mesh()
     if ambient_mesh.empty or not isinstance(argument, jax.Array) or in_stateless_scope():
         return
@@ -165,10 +165,10 @@ def _check_ambient_mesh(layer: keras.Layer, argument: object, session: KerasSess
     if is_auto and ambient_mesh.size == session.policy.mesh.size:
         return
     raise ScopeError(
-        f"{layer.name}: called while jax.set_mesh is set to another mesh than that of its weights",
+        f"{layer.name}: the layer cannot be called on the mesh of jax.set_mesh",
         facts={"set mesh": str(ambient_mesh.shape_tuple), "mesh": str(session.policy.mesh)},
-        why="JAX cannot combine arrays of two meshes, and a layout map uses axes of type Auto",
-        fix="unset it for the call: with jax.set_mesh(None): model(x); fit, evaluate, and predict do so themselves",
+        why="JAX cannot combine arrays of different meshes, and a layout map needs axes of type Auto",
+        fix="unset that mesh: with jax.set_mesh(None): model(x); fit, evaluate, and predict do so themselves",
     )
 
 

@@ -1,6 +1,6 @@
 """Run Keras on JAX in several processes: each passes its own rows of a batch, and one of them writes a file.
 
-A process passes the rows that its devices store. If the batch's dim does not divide the processes, their devices store
+A process passes the rows that its devices store. If the batch's dim does not span the processes, their devices store
 the same rows, and each process passes all of them. Before each step, the processes compare their batches, because
 processes with batches that do not fit together would wait for each other forever.
 """
@@ -51,14 +51,14 @@ class ProcessRows:
         self.num_placed_rows: list[int] = []  # global number of rows of each batch of the current step
 
     def assemble_batches(self, batches: Iterator[object]) -> Generator[object]:
-        """Assemble batches on the mesh from the rows of all processes."""
+        """Yield batches on the mesh, each assembled from the rows that all processes pass."""
         for batch in batches:
             self._check_and_record_batch(batch)
             yield keras.tree.map_structure(self._assemble_array, batch, none_is_leaf=True)
         self._compare_between_processes("no more batches", 0)
 
     def extract_own_rows(self, outputs: object) -> object:
-        """Return this process's rows of a model's outputs in numpy. Outputs without rows stay unchanged."""
+        """Return this process's rows of a model's outputs in numpy. Outputs without rows are returned whole."""
         return keras.tree.map_structure(self._extract_own_rows, outputs)
 
     # -- comparing batches
@@ -67,7 +67,7 @@ class ProcessRows:
         """Raise if the processes pass batches that do not belong together, and record the global number of rows."""
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
             raise ScopeError(
-                f"{self._verb}: sparse batches are not divided between processes",
+                f"{self._verb}: sparse batches cannot be divided between processes",
                 why="a sparse array is one list of elements, which cannot be split into rows",
                 fix="pass dense arrays, such as matrix.toarray() of each batch",
             )
@@ -81,7 +81,7 @@ class ProcessRows:
         self.num_placed_rows.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
     def _compare_between_processes(self, batch_text: str, checksum: int) -> None:
-        """Raise if other processes pass another text, or those with the same rows another checksum."""
+        """Raise if processes pass different texts, or different checksums where their devices store the same rows."""
         texts, checksums = compare_texts(
             f"{self._verb}: {batch_text}", self._context.gather_from_processes, checksum
         )
@@ -92,7 +92,7 @@ class ProcessRows:
             error = _make_process_error(self._verb, dict(zip(self._processes, texts, strict=True)))
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
-                f"{self._verb}: processes whose devices hold the same rows pass different ones",
+                f"{self._verb}: processes whose devices hold the same rows pass different rows",
                 facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)}
                 | make_process_facts([f"checksum {each:08x}" for each in checksums])
                 | {"in call": self._schedule.calls},
@@ -109,7 +109,7 @@ class ProcessRows:
     # -- placing batches
 
     def _assemble_array(self, array: Any) -> object:
-        """Return the global array on the mesh of which each process passes its own rows."""
+        """Return a global array on the mesh, made of the rows of all processes. Other values stay unchanged."""
         if array is None or not hasattr(array, "shape"):
             return array
         if not _is_on_own_devices(array):
@@ -130,8 +130,8 @@ class ProcessRows:
         own = own.astype(jax.dtypes.canonicalize_dtype(own.dtype), copy=False)
 
         def read_block(index: Any) -> NumpyArray:
-            place = blocks.index((index[0].start or 0) // size)
-            return own[place * size : (place + 1) * size]
+            position = blocks.index((index[0].start or 0) // size)
+            return own[position * size : (position + 1) * size]
 
         return jax.make_array_from_callback(
             shape, self._engine.make_native_layout(layout, own.ndim), read_block
@@ -160,7 +160,7 @@ class ProcessRows:
     def _list_own_slices(self, num_rows: int, start: int) -> list[slice]:
         """Return the slices of this process's rows in a batch that starts at row `start`."""
         num_blocks = sum(map(len, self._parts))
-        if num_rows % num_blocks:  # the batch was replicated, so its parts are in their order
+        if num_rows % num_blocks:  # the batch was replicated, so its rows are in the order of the parts
             size = num_rows // len(self._parts)
             return [slice(start + self._own * size, start + (self._own + 1) * size)]
         size = num_rows // num_blocks
@@ -176,7 +176,7 @@ def _list_process_indices(session: KerasSession) -> list[int]:
 
 
 def _find_blocks_by_process(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
-    """Return, by process index, the positions of the blocks of a batch that its devices store."""
+    """Return, by process index, which blocks of a sharded batch the devices of this process store."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
     dims = layout.list_mesh_dims(0)
     if not dims:
@@ -191,13 +191,14 @@ def _find_blocks_by_process(layout: Layout, devices: object) -> dict[int, tuple[
 
 
 def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, ...]], mesh: Mesh) -> None:
-    """Raise if parts, which are the blocks of one or more processes, overlap or differ in size."""
+    """Raise if parts overlap or differ in size. A part is the blocks that the devices of a process store."""
     held = [block for part in parts for block in part]
     if len(held) == len(set(held)) and len({len(part) for part in parts}) == 1:
         return
     raise ScopeError(
         "the rows of a batch cannot be divided between the processes",
-        facts={"mesh": str(mesh)} | {f"process {p}": f"holds the parts {list(b)}" for p, b in blocks.items()},
+        facts={"mesh": str(mesh)}
+        | {f"process {p}": f"holds the blocks {list(b)}" for p, b in blocks.items()},
         why="some processes share a part of their rows, or have unequal numbers of rows",
         fix="order the mesh's dims or devices so that each process has whole rows of its own, or leave "
         "batch_dim out",
@@ -227,10 +228,10 @@ def _make_process_error(method_name: str, texts_by_process: dict[int, str]) -> S
             fix="fix the error that this process reports, and restart all processes",
         )
     return ScopeError(
-        f"{method_name}: the processes call different methods or pass different numbers of rows",
+        f"{method_name}: the processes call different methods or pass different batch shapes",
         facts=facts,
-        why="each process passes its own rows of the same batch, and all pass equally many rows and batches",
-        fix="give every process the same number of rows: drop or repeat some",
+        why="all processes must make the same calls, with equally many batches and rows",
+        fix="make equal calls with equally many rows in each process: drop or repeat rows",
     )
 
 
@@ -263,7 +264,7 @@ def wrap_failure_report(
 
 
 def wrap_save(model: keras.Model, session: KerasSession, method_name: str) -> Callable[..., object]:
-    """Wrap `save` or `save_weights`, so that the first of the processes that pass one path writes the file."""
+    """Wrap `save` or `save_weights` so that of the processes that pass the same path, the first writes the file."""
     original = getattr(model, method_name)
 
     @functools.wraps(original)
@@ -298,8 +299,8 @@ def wrap_save(model: keras.Model, session: KerasSession, method_name: str) -> Ca
             raise ScopeError(
                 f"{method_name}: another process could not write its file",
                 facts={f"process {n}": each for n, each in zip(numbers, errors, strict=True) if each},
-                why="of the processes with the same path, the first writes the file",
-                fix="fix the error that this process reports, and save again in all processes",
+                why="of the processes that save to the same path, the first writes the file for all",
+                fix="fix the error of the process above, and save again in all processes",
             )
         return result
 

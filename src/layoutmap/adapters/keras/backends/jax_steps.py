@@ -83,16 +83,16 @@ def make_training_wrappers(model: keras.Model, session: KerasSession) -> Wrapped
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["rows"])
 @dataclass(frozen=True)
 class _PaddedRows:
-    """Hold an array of a batch that has rows of zeros after its own, so that the rows divide over devices."""
+    """Hold an array of a batch that is padded with rows of zeros, so that all devices get equally many rows."""
 
     array: jax.Array
     rows: int
 
 
 def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = False) -> Any:
-    """Return a batch on the mesh: arrays are sharded along the first axis, or replicated if it does not divide.
+    """Return a batch on the mesh. Arrays are sharded along the first axis, or replicated if that is uneven.
 
-    With `pad_rows`, numpy arrays with rows that do not divide become `_PaddedRows`, from which a step takes the arrays'
+    With `pad_rows`, numpy arrays with uneven rows become `_PaddedRows`, from which a step takes the arrays'
     own rows (decisions/0295). All arrays are placed at once. A sparse array is replicated, because it is one list of
     elements of all rows.
     """
@@ -109,7 +109,7 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
         else:
             layout = policy.derive_batch_layout(leaf.shape)
             if not isinstance(leaf, jax.Array):
-                # JAX on CPUs shares memory with numpy arrays, which the program may change, so copy.
+                # JAX on CPUs shares memory with numpy arrays, which users may change, so copy.
                 leaf = engine.canonicalize_values(np.array(leaf))
                 if pad_rows and (shape := _pad_batch_shape(leaf.shape, session)) != leaf.shape:
                     padded[-1] = len(leaf)
@@ -120,7 +120,7 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
                 leaf = engine.relayout(leaf, layout)
             shardings.append(engine.make_native_layout(layout, layout.rank))
         arrays.append(leaf)
-    # In a program of several processes, jax.jit refuses numpy arrays with shardings, so use device_put.
+    # With several processes, jax.jit refuses numpy arrays with shardings, so use device_put.
     if jax.process_count() > 1 or not all(isinstance(array, np.ndarray) for array in arrays):
         placed = iter(jax.device_put(arrays, shardings))
     else:
@@ -133,7 +133,7 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
 
 
 def _pad_batch_shape(shape: tuple[int, ...], session: KerasSession) -> tuple[int, ...]:
-    """Return a shape with rows that divide, or the same with explicit axes, of which JAX cannot slice rows."""
+    """Return a shape with rows padded to even shards, or unchanged with explicit axes, where JAX cannot unpad."""
     policy = session.policy
     if policy.batch_dim is None or not shape or policy.mesh.explicit_dims:
         return shape
@@ -215,7 +215,7 @@ class _LastValues:
             self._values = state
 
     def restore_values(self, error: BaseException) -> None:
-        """Restore the last values of variables without a value. Add a note to `error` if some are lost."""
+        """Give variables that lost their value the last recorded one. Add a note to `error` if that is lost, too."""
         lost = False
         for values, variables in zip(
             self._values, _list_variable_groups(self._model, len(self._values)), strict=False
@@ -245,7 +245,7 @@ def _has_lost_values(array: jax.Array) -> bool:
 
 
 def _name_variable_groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
-    """Return the lists of a model's variables by the name that they have in its JAX state."""
+    """Return the lists of a model's variables, by the name that each list has in the model's JAX state."""
     names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
     return dict(zip(names, _list_variable_groups(model, 4), strict=True))
 
@@ -259,7 +259,7 @@ def _list_variable_groups(model: keras.Model, num_groups: int) -> list[list[kera
 
 
 def _copy_shared_buffers(variables: Iterable[keras.Variable]) -> None:
-    """Copy buffers shared by two variables, because a step donates each buffer once."""
+    """Copy buffers that two variables share, because a step can donate a buffer only once."""
     held: set[int] = set()
     for variable in variables:
         if id(variable._value) in held:
@@ -295,7 +295,7 @@ def read_stored_array(variable: keras.Variable) -> Any:
 
 
 def read_unpadded_value(variable: keras.Variable, value: Any) -> Any:
-    """Return the unpadded value of a variable in device memory. This replaces `_maybe_autocast`."""
+    """Return a variable's unpadded value in device memory, or its stored one in `_use_stored_values`."""
     if isinstance(value, PaddedArray):
         if _has_stored_values.get():
             return value
@@ -306,7 +306,7 @@ def read_unpadded_value(variable: keras.Variable, value: Any) -> Any:
 
 
 def _wrap_entry_method(method: Method, last_values: _LastValues) -> Method:
-    """Wrap `fit` or a similar method so that it restores the model's weights after a failure."""
+    """Wrap `fit` or a similar method to leave the mesh of `jax.set_mesh`, and restore weights after a failure."""
 
     @functools.wraps(method)
     def call_entry(*args: object, **kwargs: object) -> object:
@@ -338,7 +338,7 @@ def _make_placing_step(step: Method, session: KerasSession, step_name: str, sche
 
 
 def _copy_numpy_batch(batch: object, session: KerasSession) -> Any:
-    """Copy numpy batches for a mesh of one device, where `jax.jit` places them in a tenth of the time."""
+    """Copy a numpy batch, because `jax.jit` places it faster on one device. Place other batches on the mesh."""
     if type(batch) is tuple and all(leaf is None or type(leaf) is np.ndarray for leaf in batch):
         return tuple(None if leaf is None else leaf.copy() for leaf in batch)
     return place_on_mesh(batch, session)
@@ -375,7 +375,7 @@ def _make_multiprocess_step(step: Method, rows: ProcessRows, step_name: str, ses
 
 
 def _place_whole_batches(data: Iterable[object], session: KerasSession) -> Iterator[object]:
-    """Yield batches on the mesh, after comparing them if it is due, when each process passes all rows."""
+    """Yield batches on the mesh, of which each process passes all rows. With `check_batches`, compare them first."""
     for batch in data:
         compare_batches(batch, session)
         yield place_on_mesh(batch, session)
@@ -414,7 +414,7 @@ def _remove_padded_rows(leaf: Any) -> Any:
 
 
 def _shard_on_own_devices(array: object, session: KerasSession, by_rows: bool) -> object:
-    """Constrain a result of a step to shards or copies on each process's devices. `by_rows` shards its rows."""
+    """Constrain a step's result so that each process can read it: by rows if `by_rows`, otherwise replicated."""
     if not isinstance(array, jax.Array):
         return array  # a custom step may return numbers, which have no layout
     layout = (
@@ -436,7 +436,7 @@ def _constrain_values(values: Sequence[jax.Array], variables: Sequence[keras.Var
 
 
 def constrain_value(array: Any, variable: keras.Variable) -> jax.Array:
-    """Constrain an array in a step to a variable's layout, and pad it if needed."""
+    """Return an array in a step in a variable's layout, padded if needed. Without a layout, return it unchanged."""
     layout = variable._layout
     if not isinstance(layout, jax.sharding.NamedSharding):
         return array

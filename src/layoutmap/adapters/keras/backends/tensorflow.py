@@ -69,7 +69,7 @@ class TensorFlowBackend(Backend):
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs the whole matrix",
             "Identity": "TensorFlow creates the diagonal of a matrix only as a whole",
-            "Constant": "its constant is an array, all of which exists already",
+            "Constant": "its constant is an array that already exists as a whole",
         }
     )
 
@@ -88,7 +88,7 @@ class TensorFlowBackend(Backend):
         return not tf.executing_eagerly()
 
     def store_value(self, variable: Any, value: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Store a `DVariable`, which keeps its layout, and replace its reads if needed. Return a new tag."""
+        """Store a `DVariable`, and let reads return layouts that operations support. Return the new `_layout` tag."""
         if not assignment.layout.is_fully_replicated() or is_building_eagerly():
             value.value = make_weight_reader(value, assignment.layout, session)
         tag = object()
@@ -109,7 +109,7 @@ class TensorFlowBackend(Backend):
                         each._var_to_optimizer_idx = dict(zip(keys, numbers, strict=True))
 
     def relayout_output(self, array: Any, layout: Layout, session: KerasSession) -> object:
-        """Move a tensor to a layout, except in an export or in a step that gathers more."""
+        """Return a tensor in a layout, or unchanged in an export and in steps that gather more than planned."""
         as_it_is = session.thread_state.is_exporting or session.thread_state.gathering_level
         return array if as_it_is else constrain_layout(array, layout)
 
@@ -175,7 +175,7 @@ class TensorFlowBackend(Backend):
 
 
 def _compute_loss_gradients(model: keras.Model, weights: list[tf.Variable], batch: Any) -> LossesAndGradients:
-    """Return the loss of a batch, and its gradients with zeros for weights without one."""
+    """Return the loss of a batch by name, and a list of its gradients: zeros for weights that do not affect it."""
     with tf.GradientTape() as tape:
         loss = compute_loss(model, batch)
     return {"loss": loss}, tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)

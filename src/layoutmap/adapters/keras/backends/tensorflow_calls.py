@@ -36,7 +36,7 @@ dtensor = tf.experimental.dtensor
 
 
 def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
-    """Return a layer's `call` that moves unsharded tensors to the mesh and back in the outermost layer."""
+    """Return a layer's `call` that, in the outermost layer, moves inputs to the mesh and results back."""
     original = _wrap_weight_reads(layer, session, method_name)
 
     @functools.wraps(original)
@@ -75,7 +75,7 @@ def _wrap_weight_reads(layer: keras.Layer, session: KerasSession, method_name: s
                 return original(*args, **kwargs)
             args, kwargs = relayout_layer_values((args, kwargs), session)
             results = original(*args, **kwargs)
-            # As planned, only loops over time are treated so, and DTensor may choose their outputs' layout.
+            # At the level AS_PLANNED, only loops over time get here, and DTensor may choose their outputs' layout.
             gathers = session.thread_state.gathering_level
             return relayout_layer_values(results, session) if gathers else results
 
@@ -90,7 +90,7 @@ def compute_on_mesh(session: KerasSession) -> Generator[None]:
 
 
 def make_weight_reader(variable: Any, layout: Layout, session: KerasSession) -> Callable[[], tf.Tensor]:
-    """Return the function that reads a sharded weight in the layout with which operations can compute.
+    """Return a function that reads a sharded weight in a layout with which operations can compute.
 
     The weight is gathered over the dim of the batch, because DTensor cannot sum over an axis that two operands shard
     over different dims. It is gathered over all dims if the layer that is being called needs that.
@@ -108,7 +108,7 @@ def make_weight_reader(variable: Any, layout: Layout, session: KerasSession) -> 
             wanted = Layout.replicated(layout.mesh, layout.rank)
         variable.read_layout = wanted
         if session.thread_state.gathering_level:
-            # A gradient of the weight that is not a layer's, such as a regularizer's, is relaid out by the optimizer.
+            # The optimizer relays out gradients that come from no layer, such as a regularizer's.
             return relayout_with_gradient(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 
@@ -128,7 +128,7 @@ def is_unsharded_array(value: object) -> bool:
 
 
 def convert_sparse_inputs(values: object, layer: keras.Layer) -> Any:
-    """Return nested inputs with dense tensors instead of sparse ones, and warn, because DTensor has none."""
+    """Return nested inputs with sparse tensors made dense, because DTensor has no sparse ones. Warn of each."""
 
     def convert_to_dense(value: object) -> object:
         if not isinstance(value, tf.SparseTensor):
@@ -144,7 +144,7 @@ def convert_sparse_inputs(values: object, layer: keras.Layer) -> Any:
 
 
 def _unshard_result(value: object, session: KerasSession) -> object:
-    """Return a tensor of the mesh as an unsharded one, through which gradients flow, and other values unchanged."""
+    """Return a tensor on the mesh as an unsharded one through which gradients flow. Return other values unchanged."""
     if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
         return value
 
@@ -160,19 +160,19 @@ def _unshard_result(value: object, session: KerasSession) -> object:
 
 
 def replicate_tensor(value: Any, session: KerasSession) -> Any:
-    """Return a replicated tensor, and any other value unchanged."""
+    """Return a tensor replicated on the mesh. Return a value that is not a tensor unchanged."""
     if not isinstance(value, tf.Tensor):
         return value
     return constrain_layout(value, session.policy.make_replicated_layout(len(value.shape)))
 
 
 def relayout_gradient_as_read(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
-    """Move a gradient to the layout in which the layer read the weight."""
+    """Return a gradient in the layout in which a layer read the weight, or unchanged if no layer read it."""
     return gradient if variable.read_layout is None else constrain_layout(gradient, variable.read_layout)
 
 
 def place_on_mesh(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> Any:
-    """Return a batch on the mesh, after the processes have compared it if a comparison is due."""
+    """Return a batch on the mesh, after `compare_batches` compared it between the processes."""
 
     def convert_to_numpy(value: object) -> object:
         return value.numpy() if isinstance(value, tf.Tensor) and is_unsharded_array(value) else value

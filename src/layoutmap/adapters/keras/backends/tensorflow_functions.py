@@ -1,8 +1,7 @@
 """Replace functions of Keras that DTensor cannot compute, while a sharded model is called or updated.
 
-Random functions draw global arrays, because DTensor draws other numbers for each layout of a random array, so that a
-dropout mask would depend on the mesh. Each device draws the whole array and keeps its part. That takes time to draw,
-and no communication.
+Random functions draw global arrays, because DTensor draws different numbers for each layout of a random array. So a
+dropout mask would depend on the mesh. Each device draws the whole array, and keeps its part.
 
 A division of rows (the gradient of an embedding) by an array divides those rows only. Keras also looks for zeros and
 NaNs in the divisor, to return NaN there, and DTensor has no layout for an unknown number of them.
@@ -11,7 +10,7 @@ A loop over an axis is unrolled, because DTensor has no rule for the list of ten
 collects results. A `TensorArray` is created eagerly, as a list of Python.
 
 Functions of TensorFlow itself: arrays are joined along an axis that is counted from the start, since DTensor refuses to
-join arrays along a sharded axis, and joins them wrongly if the axis is negative. `tensorflow_products` and
+join arrays along a sharded axis, and joins them incorrectly if the axis is negative. `tensorflow_products` and
 `tensorflow_windows` compute the others.
 
 Private names of Keras that are replaced while such a call runs, and put back after it, tested on Keras 3.15:
@@ -109,7 +108,7 @@ def _compute_dropout(
 ) -> tf.Tensor:
     if rate in (0.0, 1.0):
         return original(inputs, rate, *args, **kwargs)
-    # Dropout of a tensor of ones gives the scaled mask.
+    # Dropout of a tensor of ones gives the scaled mask, so replicate only this mask.
     return inputs * replicate(original(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
 
 
@@ -134,7 +133,7 @@ def _split_from_start(
     axis: object = 0,
     **kwargs: object,
 ) -> object:
-    # The gradient of a split concatenates, which DTensor cannot do along sharded axes.
+    # The gradient of a split concatenates, which DTensor does incorrectly along negative axes.
     axis = axis % len(value.shape) if isinstance(axis, int) else axis
     return original(value, num_or_size_splits, axis, **kwargs)
 
@@ -171,7 +170,7 @@ def _map_unrolled(original: Original, replicate: Replicate, f: Original, xs: obj
 
 
 def _make_replacement_by_name(name: str) -> Original:
-    """Return a call of the `compute_*` function of `tensorflow_windows` with bound arguments."""
+    """Return a replacement that calls `tensorflow_windows.compute_NAME` with the arguments of a call by name."""
     replacement = getattr(tensorflow_windows, f"compute_{name}")
 
     def call_replacement(original: Original, replicate: Replicate, *args: object, **kwargs: object) -> object:

@@ -62,11 +62,11 @@ class RegatheredFunction:
             return self._compile_at_level(self._session.gathering_level).get_concrete_function(*args)
 
     def _set_gathering_level(self) -> AbstractContextManager[None]:
-        """Set the thread's gathering level to that of the session until the block ends."""
+        """Make layers that this thread calls gather as much as the session needs so far, until the block ends."""
         return set_temporarily(self._session.thread_state, "gathering_level", self._session.gathering_level)
 
     def __call__(self, *args: object) -> Any:
-        """Call the function, and recompile it as needed."""
+        """Call the function. If DTensor refuses it, compile it again with more gathering."""
         before, operation_facts = self._session.gathering_level, dict[str, str]()
         if not self._is_looked_at:
             needed, operation_facts["operation"] = _find_needed_gathering_level(
@@ -145,7 +145,8 @@ def _warn_of_gathering(description: str, operation_facts: dict[str, str], sessio
 
 def _find_needed_gathering_level(graph: tf.Graph) -> tuple[GatheringLevel, str]:
     """Return the lowest gathering level with correct results, and the operation that needs it."""
-    # DTensor is wrong for negative strides and axes. This maps an operation to the index of its input with them.
+    # DTensor computes slices with negative strides, and concatenations along negative axes, incorrectly. Map the type
+    # of each operation to the position of the input with its strides or its axis.
     negative = {"StridedSlice": 3, "ConcatV2": -1}
     found = GatheringLevel.AS_PLANNED, ""
     for op in graph.get_operations():
@@ -158,7 +159,7 @@ def _find_needed_gathering_level(graph: tf.Graph) -> tuple[GatheringLevel, str]:
 
 
 def relayout_layer_values(values: object, session: KerasSession) -> Any:
-    """Return a layer's inputs or outputs in the layout of the batch, so that no other one propagates across."""
+    """Return a layer's inputs or outputs in the batch's layout, so that no other layout spreads between layers."""
 
     def relayout_value(value: object) -> object:
         if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined() or not value.shape.rank:
@@ -169,7 +170,7 @@ def relayout_layer_values(values: object, session: KerasSession) -> Any:
 
 
 def relayout_with_gradient(value: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Return a tensor in a layout, in which its gradient stays, too."""
+    """Return a tensor in a layout. Its gradient gets the same layout."""
 
     @tf.custom_gradient
     def constrain(tensor: tf.Tensor) -> Any:
@@ -183,7 +184,7 @@ def relayout_with_gradient(value: tf.Tensor, layout: Layout) -> tf.Tensor:
 
 
 def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
-    """Return the layout that is sharded along the batch only, or replicated if the rows are other ones."""
+    """Return a layout that shards only rows. It is replicated if they are not a batch's, or if all is gathered."""
     policy = session.policy
     rows = policy.batches.get(True)
     gathers_all = session.thread_state.gathering_level == GatheringLevel.ALL

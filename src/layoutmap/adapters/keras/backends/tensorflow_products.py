@@ -25,10 +25,12 @@ def compute_einsum(einsum: Product, equation: str, *values: tf.Tensor, **kwargs:
     # The equation may omit axes and the result, so use opt_einsum's steps, which name all of them.
     shapes, optimize = [tuple(tensor.shape) for tensor in tensors], kwargs.get("optimize", "greedy")
     _, path = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=optimize)
-    for places, _, step, *_ in path.contraction_list:
+    for positions, _, step, *_ in path.contraction_list:
         inputs, _, result_term = step.partition("->")
         tensors.append(
-            _multiply_pair(einsum, inputs.split(","), result_term, [tensors.pop(place) for place in places])
+            _multiply_pair(
+                einsum, inputs.split(","), result_term, [tensors.pop(position) for position in positions]
+            )
         )
     return tensors[0]
 
@@ -36,7 +38,7 @@ def compute_einsum(einsum: Product, equation: str, *values: tf.Tensor, **kwargs:
 def _multiply_pair(
     einsum: Product, terms: Sequence[str], result_term: str, values: Sequence[Any]
 ) -> tf.Tensor:
-    """Return a product of two operands, with joined axes if they occur in the same terms."""
+    """Return the einsum of one or two operands. Axes that occur in the same terms are merged while it is computed."""
     axes = [
         pair
         for term, value in zip(terms, values, strict=True)

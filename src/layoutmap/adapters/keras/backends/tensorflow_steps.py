@@ -142,7 +142,7 @@ class _MeshStep:
 
 
 def _unshard_value(value: object, session: KerasSession) -> object:
-    """Return a tensor of the mesh as an unsharded one, which callbacks can read, and other values unchanged."""
+    """Return a tensor on the mesh as an unsharded one, which callbacks can read. Return other values unchanged."""
     if not isinstance(value, tf.Tensor) or not dtensor.is_dtensor(value):
         return value
     return tf.constant(session.engine.to_numpy(value))
@@ -159,7 +159,7 @@ def _constrain_to_batch_layout(output: Any, session: KerasSession) -> object:
 def _shard_outputs_along_batch(model: keras.Model, session: KerasSession) -> Generator[None]:
     """Shard a model's outputs and their gradients only along the batch, until the block ends.
 
-    Losses and metrics compute along the other axes, and some of DTensor's operations are wrong on a sharded axis.
+    Losses and metrics compute along the other axes, where some DTensor operations are incorrect if these are sharded.
     """
     call = model.call
 
@@ -179,7 +179,7 @@ def _shard_outputs_along_batch(model: keras.Model, session: KerasSession) -> Gen
         own["call"] = call
 
 
-# TensorFlow lists these options even if nobody sets them, so they are no choice of the program.
+# TensorFlow lists these options even if nobody sets them, so they are not the user's choice.
 _ALWAYS_THERE = {"disable_model_pruning", "disable_meta_optimizer"}
 _options_lock = threading.RLock()
 _open_blocks: weakref.WeakSet[DisabledGraphOptimizer] = weakref.WeakSet()
@@ -198,7 +198,7 @@ class DisabledGraphOptimizer(ClosingContext):
         self._is_on_cpu = mesh.device_type() == "CPU"
 
     def open(self) -> None:
-        """Disable the optimizer, unless the program has chosen optimizations or computes on accelerators."""
+        """Disable the optimizer, unless the user's code has chosen optimizations, or the mesh has accelerators."""
         options = tf.config.optimizer
         with _options_lock:
             chosen = options.get_experimental_options()
@@ -211,7 +211,6 @@ class DisabledGraphOptimizer(ClosingContext):
         """Enable the optimizer again, unless another thread is still in such a block."""
         with _options_lock:
             if self in _open_blocks:
-                # Another thread may still be in such a block, so only the last one enables the optimizer.
                 found = {} if len(_open_blocks) > 1 else {"disable_meta_optimizer": False}
                 tf.config.optimizer.set_experimental_options(found)
                 _open_blocks.discard(self)

@@ -37,11 +37,11 @@ _NEED_REPLICATED_WEIGHTS = (
 
 # Weights are stored as planned, and gathered only as far as their layer needs (decisions/0010).
 def get_layout_converter(layer: keras.Layer) -> Callable[[Layout], Layout] | None:
-    """Return a function from a weight's layout to the one in which a layer must read it, or None for the same."""
+    """Return a function from a weight's layout to that in which a layer must read it, or None if it is the same."""
     in_few_bits = getattr(layer, "quantization_mode", None) in _PACKED_QUANTIZATIONS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
-    if isinstance(layer, L.Embedding):  # DTensor can look up sharded rows, but not parts of rows
+    if isinstance(layer, L.Embedding):  # DTensor looks up sharded rows, but not parts of rows
         return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
     return None
 
@@ -108,7 +108,7 @@ def is_compiler_refusal(error: tf.errors.OpError) -> bool:
 def find_refused_op(
     error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return facts for a DTensor error: the operation that it names, and where the layers of a graph contain it.
+    """Return facts for a DTensor error: the operation that it names, and the layers that contain the operation.
 
     `layers` has a text for each layer name.
     """
@@ -138,5 +138,5 @@ def explain_refusals(action: str) -> Generator[None]:
             },
             why="DTensor has no rule for an operation: a compiled step was tried in the layouts of the map, with none "
             "carried from layer to layer, with weights gathered, and with everything gathered",
-            fix="compile the eager code, use other operations, or run this model on JAX or PyTorch",
+            fix="use different operations, compile eager calls, or run this model on JAX or PyTorch",
         ) from None

@@ -51,9 +51,9 @@ def compute_depthwise_conv(original: Original, args: Arguments) -> tf.Tensor:
     for i, (size, step) in enumerate(zip(sizes, _expand_sizes(args.strides, len(sizes)), strict=True)):
         values, count = _pad_windows(values, axis := 1 + 2 * i, size, step, args.padding)
         values = tf.gather(values, step * np.arange(count)[:, None] + np.arange(size), axis=axis)
-    space, places = "xyz"[: len(sizes)], "ijk"[: len(sizes)]
-    axes = "".join(map("".join, zip(space, places, strict=True)))
-    total: Any = tf.einsum(f"b{axes}c,{places}cm->b{space}cm", values, kernel)
+    space, offsets = "xyz"[: len(sizes)], "ijk"[: len(sizes)]
+    axes = "".join(map("".join, zip(space, offsets, strict=True)))
+    total: Any = tf.einsum(f"b{axes}c,{offsets}cm->b{space}cm", values, kernel)
     return _restore_channel_position(tf.reshape(total, [*total.shape[:-2], channels * multiples]), args)
 
 
@@ -142,7 +142,7 @@ def compute_diag_part(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def compute_strided_slice(original: Original, args: Arguments) -> tf.Tensor:
-    """Return a slice with an entry for each axis, because DTensor is wrong if some follow a new axis without one."""
+    """Return a slice with an entry for each axis. Without entries, DTensor slices incorrectly after a new axis."""
     ends = [tf.get_static_value(each) for each in (args.begin, args.end, args.strides)]
     rank = args.input_.shape.rank
     if not args.new_axis_mask or rank is None or any(each is None for each in ends):
@@ -190,7 +190,7 @@ def _restore_channel_position(values: tf.Tensor, args: Arguments) -> Any:
 
 
 def _expand_sizes(sizes: Sizes, num_axes: int) -> Sequence[int]:
-    """Expand one size to one per spatial axis."""
+    """Return one size for each spatial axis. A single size is repeated."""
     sizes = np.ravel(sizes).tolist()
     return sizes * num_axes if len(sizes) == 1 else sizes
 
@@ -225,5 +225,5 @@ def _iterate_window_slices(
 ) -> Iterator[tf.Tensor]:
     """Yield, for each position in a window, the elements of all windows along an axis."""
     values, count = _pad_windows(values, axis, size, step, padding)
-    for place in range(size):
-        yield values[(*(slice(None),) * axis, slice(place, place + (count - 1) * step + 1, step))]
+    for offset in range(size):
+        yield values[(*(slice(None),) * axis, slice(offset, offset + (count - 1) * step + 1, step))]

@@ -70,7 +70,7 @@ class TorchBackend(Backend):
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
         (keras.Model, "_post_quantize"),
-    )  # these methods would read variables without values, and `values_changed` replaces them
+    )  # they would read variables without values; `update_references` does their work
     global_init_reasons = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs the whole matrix",
@@ -107,11 +107,11 @@ class TorchBackend(Backend):
             yield
 
     def is_tracing(self) -> bool:
-        """Return whether the code runs in a compiled function's trace or in Keras's symbolic one."""
+        """Return whether the code runs in a compiled function's trace, or while Keras infers shapes."""
         return torch.compiler.is_compiling() or in_symbolic_scope()
 
     def store_value(self, variable: Any, value: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Store a value so that later ones keep its layout, or unsharded if it is small. Return a new tag."""
+        """Store a value, unsharded if small, so that later ones get its layout. Return the new `_layout` tag."""
         if _is_kept_unsharded(assignment):
             value = torch.nn.Parameter(torch.as_tensor(_to_numpy(value)), requires_grad=value.requires_grad)
         # Keras has no hook for this, so set the methods on the instance. A copy of the variable gets its own.
@@ -208,7 +208,7 @@ def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: 
 
 
 def _compute_loss_gradients(model: keras.Model, batch: Any) -> LossesAndGradients:
-    """Return the loss of a batch, and its gradients with zeros for weights without one."""
+    """Return the loss of a batch by name, and a list of its gradients: zeros for weights that do not affect it."""
     loss = compute_loss(model, batch)
     loss.backward()
     held = [variable.value for variable in model.trainable_variables]
@@ -252,7 +252,7 @@ def _convert_to_numpy_array(variable: keras.Variable, dtype: Any = None, copy: b
 
 
 def _has_stale_parameters(layer: keras.Layer) -> bool:
-    """Return whether the parameters of a layer in torch are not the present tensors of its variables."""
+    """Return whether the torch parameters that a layer tracks differ from the tensors that its variables store."""
     known = layer._modules.get("_torch_params")
     held = {variable.path: variable._value for variable in layer.variables}
     if known is None or known.keys() != held.keys():

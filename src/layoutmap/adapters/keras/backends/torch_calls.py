@@ -31,7 +31,7 @@ from layoutmap.engines.torch.placing import reduce_partial, to_unsharded
 
 
 def place_on_mesh(values: object, session: KerasSession) -> Any:
-    """Return unsharded arrays on the mesh, sharded along the first axis like the batch if it divides."""
+    """Return values with unsharded arrays on the mesh, sharded along the first axis, or replicated if uneven."""
     return place_batch(values, session, _is_unsharded_array)
 
 
@@ -90,7 +90,7 @@ def _is_inferring_shapes(session: KerasSession) -> bool:
 
 
 def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
-    """Return a layer's `call` that moves unsharded tensors to the mesh and back in the outermost layer."""
+    """Return a layer's `call` that, in the outermost layer, moves inputs to the mesh and results back."""
     function = _wrap_gathering_call(layer, session, method_name)
 
     @functools.wraps(function)
@@ -172,7 +172,7 @@ def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Cal
 
 
 def _constrain_to_batch_layout(outputs: object, layer: object, session: KerasSession) -> object:
-    """Shard a model's output in a step only along the batch, because losses reduce over other axes."""
+    """Return a model's outputs in its step sharded only along the batch, and other outputs unchanged."""
     if session.thread_state.model_in_step is not layer:
         return outputs
     return place_batch(outputs, session, lambda value: isinstance(value, torch.Tensor))

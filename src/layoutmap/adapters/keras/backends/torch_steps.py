@@ -88,7 +88,7 @@ def make_export_refusal(model: keras.Model) -> Callable[..., object]:
         raise ScopeError(
             f"{model.name}: a sharded model cannot be exported on torch",
             why="the export would contain the shards of a mesh",
-            fix="save it, and export what keras.models.load_model returns outside of a scope",
+            fix="save it, load it outside of a scope by keras.models.load_model, and export that model",
         )
 
     return refuse_export
@@ -96,9 +96,9 @@ def make_export_refusal(model: keras.Model) -> Callable[..., object]:
 
 def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
     """Return an `apply` that runs on the mesh, with each gradient in the layout of its weight."""
-    apply_plain = optimizer.apply
+    original = optimizer.apply
 
-    @functools.wraps(apply_plain)
+    @functools.wraps(original)
     def apply_on_mesh(
         grads: Iterable[object], trainable_variables: Iterable[keras.Variable] | None = None
     ) -> object:
@@ -109,7 +109,7 @@ def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..
                 optimizer.build(weights)
         with compute_on_mesh(session):
             laid_out = [_relayout_gradient(g, v, session) for g, v in zip(grads, weights, strict=True)]
-            return apply_plain(laid_out, trainable_variables and weights)
+            return original(laid_out, trainable_variables and weights)
 
     return apply_on_mesh
 

@@ -13,7 +13,7 @@ from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def list_written_tensors(op: OpOverload, args: Args, kwargs: Kwargs) -> list[object]:
-    """Return the tensors that an operation changes in place."""
+    """Return the tensors that an operation changes in place. A tensor argument that the call leaves out is None."""
     places = list_written_arguments(op)
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
 
@@ -41,7 +41,7 @@ _INITIALIZER_MODULES = ("torch.nn.init", "torch.nn.utils", "keras.src.initialize
 
 
 def find_calling_initializer() -> str:
-    """Return the outermost torch.nn function or Keras initializer among the callers, or an empty text."""
+    """Return the name of the outermost public torch or Keras initializer among the callers, or an empty text."""
     found = ""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:

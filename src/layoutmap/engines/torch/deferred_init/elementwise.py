@@ -27,16 +27,16 @@ from layoutmap.engines.torch.deferred_init.readers import (
     ElementwiseReader,
     FillReader,
     InterleavedReader,
-    PatchedReader,
+    OverwritingReader,
     Reader,
     RowReader,
     ShiftedReader,
-    SpanPatch,
+    SpanWrite,
     StridedReader,
     TensorReader,
-    make_offset_patch,
-    make_span_patch,
-    make_strided_patch,
+    make_offset_write,
+    make_span_write,
+    make_strided_write,
 )
 from layoutmap.engines.torch.deferred_init.replay import find_needed_indices
 from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedStep, View
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 _MAX_ROW_LENGTH = 64
 _MAX_GAP = 16
 _MAX_INDEXED_ELEMENTS = 1 << 16
-_MAX_PATCHES = 64
+_MAX_PARTIAL_WRITES = 64
 _MIN_PERIOD = 1024
 
 
@@ -56,9 +56,10 @@ class NeedsWholeTensorError(Exception):
 
 
 class IndexMap(NamedTuple):
-    """Map element `t` of the requested tensor to element `scale * t + shift` of another, after the map in `outer`.
+    """Tell which element of a source tensor is needed for element `t` of the requested tensor: `scale * t + shift`.
 
-    Readers give each element once, so only consumers of the same elements, in the same frame, may share one.
+    `outer` is an earlier map, which need not be linear. A reader gives each element once, so only consumers with equal
+    maps may share a reader.
     """
 
     outer: Any = None
@@ -66,13 +67,13 @@ class IndexMap(NamedTuple):
     shift: int = 0
 
     def map_to_view(self, view: View) -> IndexMap:
-        """Return this map to elements of a memory as a map to elements of a view in it."""
+        """Convert this map to elements of a memory into the map to elements of a view of that memory."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
     def map_to_memory(self, view: View) -> IndexMap:
-        """Return this map to elements of a view as a map to elements of its memory."""
+        """Convert this map to elements of a view into the map to elements of the memory that it views."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
         if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
@@ -80,7 +81,7 @@ class IndexMap(NamedTuple):
         return IndexMap((view.geometry, "around", self))
 
     def map_to_rows(self, length: int) -> IndexMap:
-        """Return this map to rows of a tensor as a map to the first elements of the rows."""
+        """Convert this map to row numbers of a tensor into the map to the first elements of these rows."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 
@@ -101,15 +102,15 @@ class ReaderBuilder:
         """Return a reader of a tensor's elements in memory order, with their values before the step `until`.
 
         Raises:
-            NeedsAll: It cannot be made in one pass.
+            NeedsWholeTensorError: The elements cannot be computed in one pass.
         """
         reader = self._make_view_reader(view, until, IndexMap())
         if reader is None:
-            raise NeedsWholeTensorError("its elements overlap or are far apart in memory")
+            raise NeedsWholeTensorError("the tensor's elements overlap or are far apart in memory")
         return reader
 
     def _make_view_reader(self, view: View, until: int, index_map: IndexMap) -> Reader | None:
-        """Return a reader of a view's elements in memory order, or None if they overlap or are far apart."""
+        """Return a reader of a view's elements in memory order, or None if elements overlap or are far apart."""
         if view.is_dense:
             reader = self._make_memory_reader(view.memory, until, index_map.map_to_memory(view))
             return ShiftedReader(reader, view.offset) if view.offset else reader
@@ -120,7 +121,7 @@ class ReaderBuilder:
         return _register_consumer(StridedReader(reader, view.geometry))
 
     def _make_memory_reader(self, memory: DeferredMemory, until: int, index_map: IndexMap) -> Reader:
-        """Return the reader of a memory before the step `until`, shared by consumers with equal index maps."""
+        """Return a reader of a memory's values before step `until`. Consumers with equal index maps share a reader."""
         version = bisect.bisect_left(memory.writes, until) - 1
         key = (memory, version, index_map)  # a reader yields each element once, so the key includes the map
         if key not in self._readers:
@@ -129,42 +130,42 @@ class ReaderBuilder:
 
     def _make_version_reader(self, memory: DeferredMemory, version: int, index_map: IndexMap) -> Reader:
         """Return a reader of a memory as it is after the write at position `version` in `memory.writes`."""
-        patches: list[tuple[RecordedStep, View]] = []
+        partial_writes: list[tuple[RecordedStep, View]] = []
         while True:
             step = self._steps[memory.writes[version]]
             made = step.find_created_view(memory)
             written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
-            # Each span is patched by all patches, so limit their number.
-            if len(written) != 1 or len(patches) > _MAX_PATCHES:
+            # Each span is processed by all partial writes, so limit their number.
+            if len(written) != 1 or len(partial_writes) > _MAX_PARTIAL_WRITES:
                 raise self._make_step_error(step)
             [view] = written
             if view.is_whole_memory and step.op.overloadpacket is not aten.index_put_:
                 break
             if made is not None:
                 raise self._make_step_error(step)
-            patches.append((step, view))
+            partial_writes.append((step, view))
             version -= 1
-        if not patches:
+        if not partial_writes:
             return self._make_result_reader(step, view, index_map.map_to_view(view))
         base = self._make_memory_reader(memory, step.number + 1, index_map)
-        made = [self._make_patch(step, view, index_map) for step, view in reversed(patches)]
-        return PatchedReader(base, made)
+        made = [self._make_partial_write(step, view, index_map) for step, view in reversed(partial_writes)]
+        return OverwritingReader(base, made)
 
     # -- steps that write part of a memory
 
-    def _make_patch(self, step: RecordedStep, view: View, index_map: IndexMap) -> SpanPatch:
-        """Return the patch with the values that a step writes to a part of a memory."""
+    def _make_partial_write(self, step: RecordedStep, view: View, index_map: IndexMap) -> SpanWrite:
+        """Return a function that overwrites elements with the values that a step writes to a part of a memory."""
         if step.op.overloadpacket is aten.index_put_:
-            return self._make_index_patch(step, view)
+            return self._make_indexed_write(step, view)
         if not view.is_ordered:
             raise self._make_step_error(step)
         reader = _register_consumer(self._make_result_reader(step, view, index_map.map_to_view(view)))
         if view.is_dense:
-            return make_span_patch(view.offset, view.numel, reader)
-        return make_strided_patch(view.geometry, reader)
+            return make_span_write(view.offset, view.numel, reader)
+        return make_strided_write(view.geometry, reader)
 
-    def _make_index_patch(self, step: RecordedStep, view: View) -> SpanPatch:
-        """Return the patch of `tensor[indices] = values`, if neither is deferred."""
+    def _make_indexed_write(self, step: RecordedStep, view: View) -> SpanWrite:
+        """Return a function that writes as `tensor[indices] = values` does. Raise if an argument is deferred."""
         indices, values = step.args[1:3]
         accumulates = _get_positional_argument(step, 3, False)
         if accumulates or any(isinstance(each, View) for each in (*indices, values)):
@@ -182,7 +183,7 @@ class ReaderBuilder:
         # torch does not define the result of duplicate indices, so refuse them.
         if offsets.unique().numel() < offsets.numel():  # pyright: ignore[reportUnknownMemberType]
             raise self._make_step_error(step)
-        return make_offset_patch(offsets.reshape(-1), values.value.expand(shape).reshape(-1))
+        return make_offset_write(offsets.reshape(-1), values.value.expand(shape).reshape(-1))
 
     # -- steps that write a whole tensor
 
@@ -244,7 +245,7 @@ class ReaderBuilder:
         return reader
 
     def _make_concatenated_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
-        """Return a reader of tensors that are concatenated along an axis, or stacked along a new first axis."""
+        """Return a reader of the result of a concatenation along an axis, or of a stack along a new first axis."""
         axis = _get_positional_argument(step, 1, 0) % max(1, len(view.shape))
         is_stack = step.op.overloadpacket is aten.stack
         outer = math.prod(view.shape[:axis])
@@ -300,7 +301,7 @@ class ReaderBuilder:
         return RowReader(compute_from_rows, inputs)
 
     def _make_step_error(self, step: RecordedStep) -> NeedsWholeTensorError:
-        """Return the error for a step that cannot be computed in one pass. It names the step that is the cause."""
+        """Return the error that a step cannot be computed in one pass. It names the step that is the cause."""
         memories = {view.memory for view in step.list_inputs()}
         before = (self._steps[n] for n in find_needed_indices(self._steps, memories, step.number))
         cause = next((e for e in before if not can_be_split(e)), step) if can_be_split(step) else step

@@ -20,4 +20,4 @@ UNSUPPORTED_ERRORS = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""Errors of fake tensors if the shape of a result depends on values, or the operator has no shape rule."""
+"""Errors that fake tensors raise if a result's shape depends on values, or an operator has no shape rule."""

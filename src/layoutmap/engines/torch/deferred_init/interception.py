@@ -1,6 +1,6 @@
 """Intercept events besides operations for a tape: value reads, deep copies, and module conversions.
 
-Each is an entrance that torch's dispatcher does not see. The modes are those of one thread; `torch.nn.Module._apply` is
+Torch's dispatcher sees none of these events. The modes are those of one thread; `torch.nn.Module._apply` is
 replaced while a tape records on some thread, and asks which tapes record on its own.
 """
 
@@ -29,7 +29,7 @@ check_names_exist("torch", (torch.nn.Module, "_apply"))
 
 @contextmanager
 def intercept_operations(tape: Any, fake_mode: Any) -> Generator[None]:
-    """Send this thread's operations, value reads, deep copies, and module conversions to a tape while open.
+    """Send this thread's operations, value reads, deep copies, and module conversions to a tape, within a `with` block.
 
     Args:
         tape: The `Tape`. A type annotation would be a circular import.
@@ -44,7 +44,7 @@ class _RecordingModes(ClosingContext):
 
     def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
-        self._inner = inner  # modes entered inside these by other code
+        self._inner = inner  # a mode that an interrupt may leave active, so `close` leaves it, too
         self._thread = threading.get_ident()
 
     def open(self) -> None:
@@ -62,7 +62,7 @@ class _RecordingModes(ClosingContext):
 
 
 def _leave_mode(mode: Any) -> None:
-    """Leave one mode of this thread, and enter those again that were inside of it."""
+    """Leave one mode of this thread. Modes that were entered after it are also left, and then entered again."""
     for modes in (list_function_modes(), list_dispatch_modes()):
         places = [place for place, each in enumerate(modes) if each is mode]
         for each in reversed(modes[places[-1] :] if places else []):
@@ -108,7 +108,7 @@ class _ReadMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _convert_data_like(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Return data to assign to a tensor: deferred for a deferred tensor, and real for a real one."""
+        """Return the data to assign to a tensor: deferred if the tensor is deferred, otherwise with values."""
         if self.tape.is_deferred(tensor) == self.tape.is_deferred(data):
             return data
         return self.tape.defer(data) if self.tape.is_deferred(tensor) else self.tape.evaluate_tensors(data)
@@ -142,7 +142,7 @@ def _list_recording_tapes() -> list[Any]:
 
 @contextmanager
 def _support_module_to(tape: Any) -> Generator[None]:
-    """Make `Module.to` and similar methods convert deferred parameters while open."""
+    """Make `Module.to` and similar methods convert deferred parameters while the `with` block runs."""
     with _APPLY.activate():
         before = _list_recording_tapes()
         try:

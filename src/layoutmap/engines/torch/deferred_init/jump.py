@@ -38,13 +38,13 @@ def get_word_position(generator: torch.Generator) -> int:
 
 
 def jump_ahead(generator: torch.Generator, num_words: int) -> None:
-    """Advance a generator by a number of 32-bit words, without updating its cached normal number."""
+    """Advance a generator by a number of 32-bit words. Its cached second number of a normal pair is not changed."""
     state = generator.get_state().numpy().copy()
     blocks, place = divmod(get_word_position(generator) + num_words - 1, _N)
     place += 1
     block: Block = state[_WORDS].view(np.uint64).astype(np.uint32)
-    # The first block after seeding is not part of the recurrence, so step once. The rest is a common distance, so that
-    # jumps share one polynomial.
+    # The first block after seeding is not part of the recurrence, so step to the next block. The remaining distance
+    # depends only on `num_words`, so that equal jumps share one cached polynomial.
     far = num_words // _N - 2
     if far > _MIN_JUMP_BLOCKS:
         block = _compute_block_ahead(_compute_next_block(block), far)

@@ -20,9 +20,9 @@ class BlockSlice(NamedTuple):
     """The part of a span's values that belongs to one block.
 
     Args:
-        block: The number of the block.
+        block: The index of the block.
         target: The position in the block.
-        offset: The offset of a piece in the run.
+        offset: The offset of a piece in the span's values.
         shape: The shape of this piece.
         source: The position of the values in this piece.
     """
@@ -34,7 +34,7 @@ class BlockSlice(NamedTuple):
     source: Index
 
     def copy_to_block(self, values: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
-        """Copy this part of a span's values to its place in the block."""
+        """Copy this part of a span's values to its position in the block."""
         piece = values[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
         blocks[self.block][self.target].copy_(piece[self.source])
 
@@ -42,7 +42,7 @@ class BlockSlice(NamedTuple):
 def iterate_spans_in_order(
     shape: Sequence[int], indices: Sequence[Index], piece_numel: int
 ) -> Iterator[tuple[ElementSpan, list[BlockSlice]]]:
-    """Yield the spans of a tensor in order, each with its slices of blocks. Spans that no block needs are skipped."""
+    """Yield the spans of a tensor in order, each with its `BlockSlice`s. Spans that no block needs are skipped."""
     for start, stop in split_into_pieces(math.prod(shape), piece_numel):
         parts: list[BlockSlice] = []
         offset = 0
@@ -68,7 +68,7 @@ def iterate_spans_in_order(
 def iterate_spans_by_tiles(
     shape: Sequence[int], indices: Sequence[Index], piece_numel: int
 ) -> Iterator[tuple[ElementSpan, list[BlockSlice]]]:
-    """Yield the spans of each block with their slices. Spans end at borders of tiles or of the block."""
+    """Yield the spans of each block, each with its `BlockSlice`. Spans end at borders of tiles or of the block."""
     columns = count_columns(shape)
     # `row_axis` is the first axis within a row.
     row_axis = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
@@ -81,7 +81,10 @@ def iterate_spans_by_tiles(
 def _iterate_block_spans(
     shape: Sequence[int], index: Index, row_axis: int, piece_numel: int
 ) -> Iterator[tuple[ElementSpan, BlockSlice]]:
-    """Yield the spans of one block with their slices: bands of rows, also cut into columns if a row is one axis."""
+    """Yield the spans of one block, each with its `BlockSlice`.
+
+    A span is a band of rows. If a row is one axis, the band is also cut into ranges of columns.
+    """
     columns = math.prod(shape[row_axis:])
     height, width = choose_tile_shape(shape)
     across = max(width, piece_numel // height // width * width)

@@ -30,7 +30,8 @@ class Reader:
         """Return the elements of a span. The caller must not change them.
 
         Raises:
-            ApartError: They are apart in a way that this reader does not know, or before those that it gave last.
+            UnreadableSpanError: The rows have a distance that this reader does not support, or the span is before the
+                elements that were read last.
         """
         if self.consumers < 2:  # a single consumer reads each span once, so do not cache it
             return self._compute_elements(span)
@@ -65,7 +66,7 @@ class FillReader(Reader):
 
 
 class TensorReader(Reader):
-    """Read a tensor that has values. It may be broadcast, or have another memory order.
+    """Read a tensor that already has values, even if it is broadcast or not contiguous.
 
     Args:
         values: The tensor, with its axes in the order of the memory that is read.
@@ -95,7 +96,7 @@ class TensorReader(Reader):
 
 
 class ShiftedReader(Reader):
-    """Read another reader with a constant added to the positions of elements."""
+    """Read from a wrapped reader, at positions that are shifted by a constant."""
 
     def __init__(self, reader: Reader, offset: int) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class ShiftedReader(Reader):
 
 
 class StridedReader(Reader):
-    """Read a strided view: some elements of another reader, in ascending order."""
+    """Read a strided view: from a wrapped reader, some elements in ascending order."""
 
     def __init__(self, reader: Reader, geometry: MemoryGeometry) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class ConcatenatedReader(Reader):
     """Read the elements of several readers, one reader after the other.
 
     Args:
-        parts: Readers and the numbers of their elements.
+        parts: Each reader with the number of its elements.
     """
 
     def __init__(self, parts: Sequence[tuple[Reader, int]]) -> None:
@@ -152,7 +153,7 @@ class InterleavedReader(Reader):
     """Read a fixed number of elements of each reader in turn, repeatedly.
 
     Args:
-        parts: Readers and the numbers of the elements in their stretches.
+        parts: Each reader with the number of elements to read from it in a turn.
     """
 
     def __init__(self, parts: Sequence[tuple[Reader, int]]) -> None:
@@ -179,7 +180,7 @@ class ElementwiseReader(Reader):
     Args:
         function: Computes the result from the inputs' values, and may modify the first if `owns_first`.
         inputs: The readers of the inputs.
-        owns_first: Whether it modifies the first input.
+        owns_first: Whether `function` modifies the first input.
     """
 
     def __init__(
@@ -215,12 +216,12 @@ class RowReader(Reader):
         return self._function(*rows).reshape(span.numel)
 
 
-SpanPatch = Callable[[torch.Tensor, ElementSpan], None]
+SpanWrite = Callable[[torch.Tensor, ElementSpan], None]
 """Function that writes new values for some elements into the values of a span."""
 
 
-def make_span_patch(offset: int, numel: int, reader: Reader) -> SpanPatch:
-    """Return a patch that writes new values to consecutive elements."""
+def make_span_write(offset: int, numel: int, reader: Reader) -> SpanWrite:
+    """Return a function that overwrites consecutive elements with those of a reader."""
 
     def write_values(values: torch.Tensor, span: ElementSpan) -> None:
         part = span.clip_to(offset, offset + numel)
@@ -230,8 +231,8 @@ def make_span_patch(offset: int, numel: int, reader: Reader) -> SpanPatch:
     return write_values
 
 
-def make_strided_patch(geometry: MemoryGeometry, reader: Reader) -> SpanPatch:
-    """Return a patch that writes new values to the elements of a strided view."""
+def make_strided_write(geometry: MemoryGeometry, reader: Reader) -> SpanWrite:
+    """Return a function that overwrites the elements of a strided view with those of a reader."""
 
     def write_values(values: torch.Tensor, span: ElementSpan) -> None:
         low, high = geometry.count_elements_before(span.start), geometry.count_elements_before(span.stop)
@@ -244,8 +245,8 @@ def make_strided_patch(geometry: MemoryGeometry, reader: Reader) -> SpanPatch:
     return write_values
 
 
-def make_offset_patch(offsets: torch.Tensor, values: torch.Tensor) -> SpanPatch:
-    """Return a patch that writes new values to elements at arbitrary offsets.
+def make_offset_write(offsets: torch.Tensor, values: torch.Tensor) -> SpanWrite:
+    """Return a function that overwrites the elements at some offsets.
 
     Args:
         offsets: Positions of elements, in any order, without duplicates.
@@ -267,23 +268,23 @@ def make_offset_patch(offsets: torch.Tensor, values: torch.Tensor) -> SpanPatch:
     return write_values
 
 
-class PatchedReader(Reader):
-    """Read another reader's values after patches were applied to them, in order."""
+class OverwritingReader(Reader):
+    """Read from a wrapped reader, and then overwrite some of the values by functions, one after the other."""
 
-    def __init__(self, reader: Reader, patches: Sequence[SpanPatch]) -> None:
+    def __init__(self, reader: Reader, writes: Sequence[SpanWrite]) -> None:
         super().__init__()
         self._reader = reader
-        self._patches = patches
+        self._writes = writes
 
     def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
         values = self._reader.read_writable(span)
-        for patch in self._patches:
-            patch(values, span)
+        for write in self._writes:
+            write(values, span)
         return values
 
 
 def split_into_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Yield the indices of blocks that together have the elements from `start` to `stop`, in row-major order.
+    """Yield the indices of blocks that together contain the elements from `start` to `stop`, in row-major order.
 
     Example:
         >>> list(split_into_blocks((4, 3), 2, 9))

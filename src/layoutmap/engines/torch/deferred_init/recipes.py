@@ -1,4 +1,4 @@
-"""How to compute the values of one deferred tensor: all, or only those at some indices."""
+"""Compute the values of one deferred tensor: all, or only those at some indices."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Recipe:
     Args:
         steps: The recorded steps.
         view: The tensor.
-        until: The number of the first step that does not affect it.
+        until: The number of the first step that does not affect the tensor.
         piece_numel: The number of elements to compute at a time, a multiple of 16.
 
     Attributes:
         shape: The global shape.
-        dtype: Its element type.
+        dtype: The element type.
         why_global: Why blocks cannot be computed without the global value; empty if they can.
     """
 
@@ -78,7 +78,7 @@ class Recipe:
             if isinstance(leaf, Constant):
                 few = leaf.value[-1:].reshape(-1)[-_NUM_COMPARED:] if leaf.is_mapped_file else leaf.value
                 return f"{leaf.value.dtype}{list(leaf.value.shape)} {_format_checksum(few)}"
-            # omit the device index, which differs between processes
+            # The device index differs between processes, so leave it out.
             return leaf.type if isinstance(leaf, torch.device) else leaf
 
         lines = [format_leaf(self._view)]

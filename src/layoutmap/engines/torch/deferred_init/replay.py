@@ -29,13 +29,7 @@ def _is_memory_overwritten(step: RecordedStep, memory: DeferredMemory) -> bool:
 
 
 def replay_steps(steps: Sequence[RecordedStep], views: Sequence[View], until: int) -> list[torch.Tensor]:
-    """Replay recorded steps, and return unsharded tensors with their values from before the step `until`.
-
-    Args:
-        steps: All recorded steps.
-        views: The deferred tensors.
-        until: The index of the first step that is not replayed.
-    """
+    """Replay recorded steps, and return unsharded tensors with their values from before the step `until`."""
     indices = find_needed_indices(steps, {view.memory for view in views}, until)
     last_use = {view.memory: index for index in indices for view in _list_step_views(steps[index])}
     kept = {view.memory for view in views}
@@ -79,7 +73,7 @@ def find_needed_indices(
 def _get_storage(
     memory: DeferredMemory, storages: dict[DeferredMemory, torch.UntypedStorage]
 ) -> torch.UntypedStorage:
-    """Return the real storage of a memory. A new one is filled with zeros."""
+    """Return the real storage of a memory. If it does not exist yet, create it, filled with zeros."""
     if memory not in storages:
         storages[memory] = torch.zeros(memory.num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
     return storages[memory]
@@ -107,7 +101,7 @@ def _replay_step(step: RecordedStep, storages: dict[DeferredMemory, torch.Untype
         if view is None or view.memory in storages:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
-            # Later steps use the predicted strides, so copy the result into them.
+            # Later steps use the predicted strides, so copy the result into memory with these strides.
             view.make_tensor(_get_storage(view.memory, storages)).copy_(tensor)
         else:
             storages[view.memory] = tensor.untyped_storage()
@@ -118,11 +112,7 @@ def call_step(
 ) -> Any:
     """Call a step's operation on real tensors, and return its result.
 
-    Args:
-        step: The step.
-        args: Its arguments, real.
-        kwargs: Its arguments by name, real.
-        generator: What to draw random numbers from; `None`: one like that which it was recorded with.
+    Random numbers are drawn from `generator`, or if it is None from a new one in the state that the step recorded.
     """
     if step.state is None:
         return step.op(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Describe the elements of a one-dimensional tensor that are read at a time: a run, or rows of runs."""
+"""Describe the elements of a one-dimensional tensor that are read at a time: a row, or several rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ElementSpan(NamedTuple):
     """Consecutive elements of a flattened tensor, or several rows of them at a constant distance.
 
     Args:
-        start: The first.
-        length: Number of consecutive elements of a run.
-        rows: Number of runs.
+        start: The position of the first element.
+        length: Number of consecutive elements in a row.
+        rows: Number of rows.
         stride: The distance between the starts of rows.
     """
 
@@ -31,7 +31,7 @@ class ElementSpan(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements, without those between rows."""
+        """The number of elements in all rows, without elements between rows."""
         return self.rows * self.length
 
     def shift_by(self, offset: int) -> ElementSpan:
@@ -43,10 +43,10 @@ class ElementSpan(NamedTuple):
         return ElementSpan(self.start * factor, self.length * factor, self.rows, self.stride * factor)
 
     def clip_to(self, low: int, high: int) -> tuple[ElementSpan, slice] | None:
-        """Return the part from `low` to `high` and its slice of this span's values, or None if it is empty.
+        """Return the part from `low` to `high`, and its slice of this span's values. Return None if the part is empty.
 
         Raises:
-            ApartError: They are not full rows.
+            UnreadableSpanError: The part does not consist of full rows.
         """
         if self.stop <= low or self.start >= high or low >= high:
             return None

@@ -19,7 +19,7 @@ from layoutmap.engines.torch.trees import tree_leaves
 
 @dataclass(slots=True, eq=False)
 class DeferredMemory:
-    """A storage without values that one or several deferred tensors use.
+    """A storage without values, which one or several deferred tensors share.
 
     Args:
         storage: The fake storage, kept so that its id is not reused.
@@ -144,7 +144,7 @@ class View:
         return self.shape == other.shape and self.axis_order == other.axis_order
 
     def make_tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the real tensor that this view is in a real storage."""
+        """Return a real tensor with the geometry of this view, in a real storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.shape, self.strides)  # pyright: ignore[reportArgumentType, reportCallIssue]
         tensor = torch.conj(tensor) if self.conj else tensor
@@ -153,7 +153,7 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Constant:
-    """A real tensor that a step reads, with its values at that time.
+    """A real tensor that a step reads, with the values that it had when the step was recorded.
 
     Args:
         value: The tensor.
@@ -200,7 +200,7 @@ class RecordedStep:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
 
     def find_created_view(self, memory: DeferredMemory) -> View | None:
-        """Return the result with which this step created a memory, or None if it did not create the memory."""
+        """Return the result for which this step created a memory, or None if it did not create that memory."""
         written = {view.memory for view in self.writes}
         for view in self.results:
             if view is not None and view.memory is memory and memory not in written:

@@ -31,7 +31,7 @@ from layoutmap.engines.torch.operators import (
 PIECE = 1 << 18
 """The number of elements in a piece: 1 MiB of float32."""
 
-_RNG_GROUP = 16  # torch fills groups of 16 elements and treats the remainder differently
+_RNG_GROUP = 16  # torch fills groups of 16 elements, and other elements differently
 _MIN_JUMP_WORDS = 1 << 22
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class RandomFill:
     def draw_next_values(self, numel: int, generator: torch.Generator) -> torch.Tensor:
         """Return the next random values of a generator."""
         if self.strided:
-            # torch consumes the stream in another order for strided memory.
+            # torch draws in a different order into strided memory, so use such memory.
             values = torch.empty(2 * numel, dtype=self.dtype, device="cpu")[::2]
         else:
             values = torch.empty(numel, dtype=self.dtype, device="cpu")
@@ -68,7 +68,7 @@ class RandomFill:
         words = _count_generator_words(self)
         # The last group may cache the second number of a normal pair, so draw it.
         ahead = (numel - _RNG_GROUP) // _RNG_GROUP * _RNG_GROUP
-        # Drawing is faster than a jump for shorter distances.
+        # For shorter distances, drawing is faster than a jump.
         if ahead * words >= _MIN_JUMP_WORDS and jump.can_jump_exactly():
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead
@@ -91,7 +91,7 @@ def _get_scratch_buffer(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def free_scratch_buffer() -> None:
-    """Free the scratch buffer after a model is created."""
+    """Free this thread's scratch buffer, which is not needed once a model is created."""
     vars(_scratch_buffers).pop("bytes", None)
 
 
@@ -117,7 +117,7 @@ def _can_draw_in_pieces(fill: RandomFill) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _count_generator_words(fill: RandomFill) -> int:
-    """Return the number of generator words per element, or 0 if it varies or is unknown."""
+    """Return how many 32-bit words of the generator each element takes, or 0 if the number varies."""
     generator = torch.Generator("cpu")
     generator.manual_seed(20)
     fill.draw_next_values(_RNG_GROUP, generator)
@@ -130,7 +130,7 @@ def _count_generator_words(fill: RandomFill) -> int:
 
 
 def split_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each piece of some elements. The last piece has at least `_RNG_GROUP`."""
+    """Yield the start and stop of each piece of a range. The last piece has at least `_RNG_GROUP` elements."""
     start = 0
     while start < numel:
         stop = start + size
@@ -140,7 +140,7 @@ def split_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]
 
 
 def find_random_fill(step: RecordedStep, view: View) -> RandomFill | None:
-    """Return the fill that draws a step's values in pieces in memory order, or None if there is none."""
+    """Return the `RandomFill` that draws a step's values in pieces, or None if they cannot be drawn in pieces."""
     packet, args = step.op.overloadpacket, step.args
     if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
         return None
@@ -204,7 +204,7 @@ class StreamReader(Reader):
 
 @functools.cache
 def find_generator_overload(op: OpOverload) -> OpOverload | None:
-    """Return the overload of a random operation with a generator, or None if there is none, as for dropout."""
+    """Return the overload of a random operation that takes a generator, or None if there is none (dropout)."""
     names = list_argument_names(op)
     if "generator" in names:
         return op

@@ -101,7 +101,7 @@ class Tape:
 
     @contextmanager
     def record_operations(self) -> Generator[Tape]:
-        """Record this thread's operations on large tensors while open. It can be opened again inside."""
+        """Record this thread's operations on large tensors while the `with` block runs. Blocks may be nested."""
         if self._depth:
             yield self
             return
@@ -115,7 +115,7 @@ class Tape:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a `record_operations()` context is open."""
+        """Whether a `record_operations()` block is running."""
         return bool(self._depth)
 
     def is_deferred(self, tensor: torch.Tensor) -> bool:
@@ -130,7 +130,7 @@ class Tape:
         """Return the recipe of the current values of a deferred tensor.
 
         Raises:
-            EngineError: The tensor is not deferred here.
+            EngineError: This tape did not defer the tensor.
         """
         if not self.is_deferred(tensor):
             raise EngineError(
@@ -144,7 +144,7 @@ class Tape:
     # -- called by the modes
 
     def run_or_record(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
-        """Record an operation on deferred or large tensors, or run it. Return its result."""
+        """Record an operation if it has deferred tensors or a large result, otherwise run it. Return its result."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._paused or op.namespace == "prim" or not self._should_record():
             return op(*args, **kwargs)
@@ -162,7 +162,7 @@ class Tape:
         try:
             inferred = self._infer_fake_result(op, args, kwargs)
         except UNSUPPORTED_ERRORS:
-            if written:  # running it would change a temporary copy, and not the tensor itself
+            if written:  # running it would change only a temporary copy, so raise
                 raise
             return self._run_evaluated(op, args, kwargs, written)
         is_drawn = find_generator(op, args, kwargs) is not None
@@ -174,13 +174,15 @@ class Tape:
         return self._record_step(op, args, kwargs, written, inferred)
 
     def defer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a deferred tensor with the values of a real one."""
+        """Return a deferred tensor with the values of a real tensor."""
         copy = torch.ops.aten.clone.default
         with torch.no_grad():
             return self._record_step(copy, (tensor,), {}, [], self._infer_fake_result(copy, (tensor,), {}))
 
     def defer_read(self, read_tensor: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a deferred tensor with a file's values. Of a mapped file, only the needed parts are read.
+        """Return a deferred tensor with the values of a file. A small tensor is read at once, and returned.
+
+        Of a mapped file, only the needed parts are read.
 
         Args:
             read_tensor: Returns the tensor, which nothing else may change.
@@ -194,7 +196,7 @@ class Tape:
             return self._record_step(copy, (constant,), {}, [], self._infer_fake_result(copy, (tensor,), {}))
 
     def evaluate_tensors(self, values: object) -> Any:
-        """Return nested values with computed tensors in place of deferred ones."""
+        """Return nested values in which computed tensors replace deferred tensors."""
         deferred = [
             leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)
         ]
@@ -210,7 +212,7 @@ class Tape:
     def _run_or_defer(
         self, op: OpOverload, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]
     ) -> object:
-        """Run an operation on real tensors, or record it if its result is much larger than they are."""
+        """Run an operation on real tensors, or record it if its result is much larger than these tensors."""
         written = list_written_tensors(op, args, kwargs)
         for leaf in written:
             self._copy_lent_constants(leaf)
@@ -232,7 +234,7 @@ class Tape:
         return self._record_step(op, args, kwargs, [], inferred)
 
     def _run_evaluated(self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]) -> Any:
-        """Run an operation with computed tensors in place of deferred ones. It changes the tensors `written`."""
+        """Compute the deferred arguments of an operation, and run it with them. It changes the tensors `written`."""
         for leaf in written:
             self._copy_lent_constants(leaf)
         args, kwargs = self.evaluate_tensors((args, kwargs))
@@ -290,7 +292,7 @@ class Tape:
         return inferred
 
     def _advance_generator(self, step: RecordedStep, generator: torch.Generator) -> RecordedStep:
-        """Advance a generator as a random step would, and return the step, with a seed if it draws by tiles."""
+        """Advance a generator as a random step does. Return the step, with a seed if its numbers are drawn by tiles."""
         view = step.writes[0] if step.writes else step.results[0]
         fill = None if view is None else find_random_fill(step, view)
         with self._pause_recording():
@@ -337,7 +339,7 @@ class Tape:
         )
 
     def _record_argument(self, leaf: object) -> object:
-        """Return an argument as the tape stores it: a `View`, a `Constant`, or the value itself."""
+        """Return an argument as the tape stores it: a `View`, `Constant`, None for a generator, or the value itself."""
         if isinstance(leaf, torch.Generator):
             return None
         if not isinstance(leaf, torch.Tensor):
@@ -372,7 +374,7 @@ def trace_recipe(function: Function, *args: object, tiles: bool = False) -> Reci
         tiles: Whether random numbers are drawn by tiles, see `Tape`.
 
     Raises:
-        EngineError: It returns something else.
+        EngineError: The function does not return a tensor.
 
     Example:
         >>> trace_recipe(lambda: torch.ones(100, 100)).shape

@@ -22,7 +22,7 @@ _MIN_ROW_LENGTH = 64
 
 
 def count_columns(shape: Sequence[int]) -> int:
-    """Return the elements of a row, which spans the fewest last axes with `_MIN_ROW_LENGTH` elements.
+    """Return the number of elements in a row, which spans the fewest last axes with `_MIN_ROW_LENGTH` elements.
 
     Example:
         >>> count_columns((1000, 500)), count_columns((128, 64, 3, 3))
@@ -50,10 +50,7 @@ def choose_tile_shape(shape: Sequence[int]) -> tuple[int, int]:
 class TileReader(Reader):
     """Read the values of one random fill, drawn by tiles.
 
-    Args:
-        fill: The random operation.
-        shape: The tensor's shape, in the order of memory.
-        seed: The seed of the fill.
+    `shape` is the tensor's shape, in the order of memory.
     """
 
     def __init__(self, fill: RandomFill, shape: Sequence[int], seed: int) -> None:

@@ -5,7 +5,7 @@ mode           looks up each function in the tables below; `unwrap_python` lets 
 shards         functions that each device computes on its own shards
 gathered       functions that are called on gathered tensors, and the warning
 dispatch       DTensor's dispatcher, which asks `guard`; `memories` and `slices`: views that are copies
-sums           immediate reductions of partial sums, for a batch that does not divide
+sums           immediate reductions of partial sums, if a mesh dim does not divide the batch
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """
 

@@ -57,7 +57,10 @@ def _compute_attention(draw: Function, function: Function, args: Args, kwargs: K
 
 
 def _align_axes(tensor: torch.Tensor, kept: dict[int, int], rank: int) -> dict[int, int]:
-    """Return an argument's sharded axes of size over 1, aligned with the scores' axes from the last one."""
+    """Return, by mesh dim, the axis of an argument that matches the scores' axis `kept[dim]`, counted from the end.
+
+    Axes that the argument lacks, or that have size 1, are left out.
+    """
     missing = rank - tensor.ndim
     return {
         dim: axis - missing
@@ -69,7 +72,7 @@ def _align_axes(tensor: torch.Tensor, kept: dict[int, int], rank: int) -> dict[i
 def _draw_global_mask(
     shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept: dict[int, int]
 ) -> torch.Tensor:
-    """Return this device's shard of a dropout mask that is drawn for all attention weights."""
+    """Draw a dropout mask for all attention weights, and return this device's shard of the mask."""
     drawn = torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
     return reshard_to_local(drawn, mesh, kept, kept)
 
@@ -82,8 +85,8 @@ def _draw_local_mask(
     mesh: DeviceMesh,
     kept: dict[int, int],
 ) -> torch.Tensor:
-    """Return this device's shard of a dropout mask, of which only this shard is drawn."""
-    if p > 1:  # torch itself raises the error
+    """Draw only this device's shard of a dropout mask, and return it."""
+    if p > 1:  # this is invalid, so call torch, which raises the error
         return _draw_global_mask(shape, dtype, device, p, mesh, kept)
     placements = make_placements(mesh, kept)
     return get_local(draw_sharded_mask(shape, dtype, device, p, mesh, placements, divisor=1 - p))
@@ -133,7 +136,7 @@ def _attend_multi_head(draw: Function, function: Function, args: Args, kwargs: K
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     # Gather the embedding axis, because the function splits it into heads.
     kept = find_sharded_axes(batched, mesh, [1])
-    of_weights = dict.fromkeys(kept, 0)  # their first axis is the batch, or batch times heads
+    of_weights = dict.fromkeys(kept, 0)  # the first axis of the attention weights contains the batch
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_find_attention_weights_form(given), given["dropout_p"], mesh, of_weights) if drops else None
     # Reuse one shard for equal arguments, because self-attention projects them together.
@@ -161,7 +164,7 @@ def _attend_multi_head(draw: Function, function: Function, args: Args, kwargs: K
 
 
 def _find_batch_axis(name: str, tensor: torch.Tensor) -> int | None:
-    """Return the axis of an argument for the batch, or for batch times heads, or None if it has none."""
+    """Return the axis of an argument that contains the batch, or None if no axis does."""
     if name in ("query", "key", "value"):
         return 1
     if name in ("key_padding_mask", "static_k", "static_v") or (name == "attn_mask" and tensor.ndim == 3):

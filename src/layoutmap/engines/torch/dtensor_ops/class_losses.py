@@ -58,7 +58,7 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
     axis = 0 if x.ndim == 1 else 1
     has_labels = x.shape != target.shape
     if has_labels and (target.shape != x.shape[:axis] + x.shape[axis + 1 :] or target.dtype not in _LABELS):
-        return compute_gathered(function, args, kwargs)  # torch raises the error
+        return compute_gathered(function, args, kwargs)  # the labels are invalid, so torch raises the error
     mesh = find_device_mesh((x, target, weight))
     kept = find_sharded_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
     class_dims = (
@@ -71,7 +71,7 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
     labels = reshard_to_local(target, mesh, of_rows if has_labels else shards, shards)
     counted = None
     if has_labels:
-        labels = labels.long()  # gather needs int64, but cross_entropy also accepts uint8
+        labels = labels.long()  # cross_entropy also accepts uint8, but gather needs int64
         counted = labels != given.get("ignore_index", -100)
     weights = None if weight is None else reshard_to_local(weight, mesh, {}, shards)
     if class_dims:
@@ -127,7 +127,7 @@ class _ShardedClassLoss:
     def compute_label_losses(
         self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float
     ) -> tuple[torch.Tensor, Any]:
-        """Return this device's part of each row's loss, and a mask of the rows with their label on this device."""
+        """Return this device's part of each row's loss, and a mask of the rows with a label on this device."""
         numbers, is_here = find_local_rows(labels, self._size, self._mesh, self._class_dims)
         is_here = is_here & counted
         losses = -logs.gather(self._axis, numbers.unsqueeze(self._axis)).squeeze(self._axis)
@@ -157,7 +157,7 @@ class _ShardedClassLoss:
 
 
 class _MeanOverDevices(CustomGradient):
-    """Sum local totals over mesh dims, and divide by the sum of their counts, with one all-reduce per dim."""
+    """Sum local totals over mesh dims, and divide by the sum of their counts (if any), with one all-reduce per dim."""
 
     @staticmethod
     def forward(ctx: Ctx, total: Any, counts: Any, mesh: DeviceMesh, dims: Iterable[int]) -> Any:
@@ -177,7 +177,7 @@ class _MeanOverDevices(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # Each device uses the mean for its own part, so sum the gradients.
+        # Each device computes with the mean for its own part, so gradients of the mean are summands.
         of_gradient = make_replicated_placements(ctx.mesh)
         for dim in ctx.dims:
             of_gradient[dim] = Partial()

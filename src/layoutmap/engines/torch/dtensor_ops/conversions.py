@@ -72,7 +72,7 @@ def full_tensor(
     if simulation.is_simulated():
         local = extract_first_rank(local)
         if is_replicated(tensor):
-            local = local.clone()  # do not alias one simulated device's memory
+            local = local.clone()  # so that it does not share memory with a simulated device
     return mark_local_tensor(local, whole.placements)
 
 
@@ -87,7 +87,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """Replace `tensor.redistribute()`: also wait for the collectives, unless `async_op` is true."""
+    """Replace `tensor.redistribute()`: wait for the collectives before returning, unless `async_op` is true."""
     options = {"async_op": async_op, "forward_dtype": forward_dtype, "backward_dtype": backward_dtype}
     mesh = tensor.device_mesh
     if mesh not in meshes:
@@ -95,9 +95,9 @@ def redistribute(
     refuse_outdated("redistribute", tensor)
     if device_mesh is not None and device_mesh != mesh:
         raise EngineError(
-            "redistribute: to another mesh",
+            "cannot redistribute: the target is on another mesh",
             facts={"from": str(mesh), "to": str(device_mesh)},
-            why="DTensor redistributes on one mesh, and would ignore the other",
+            why="DTensor redistributes only on the tensor's own mesh, and would ignore another mesh",
             fix="use layoutmap.dtensor.relayout(tensor, layout), or the tensor's own mesh",
         )
     with simulation.simulate_mesh(mesh):
@@ -107,7 +107,7 @@ def redistribute(
 
 
 def _redistribute_to_any_axes(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Return a DTensor in other placements, also if they have negative axes."""
+    """Redistribute a DTensor to placements, also with negative axes, and return it."""
     return redistribute_tensor(tensor, [_normalize_axis(each, tensor.ndim) for each in placements])
 
 
@@ -145,9 +145,9 @@ def from_local(
         if isinstance(local, DTensor):
             if not is_replicated(local):
                 raise EngineError(
-                    "DTensor.from_local: of a tensor on the mesh",
+                    "DTensor.from_local got a sharded DTensor instead of a local tensor",
                     facts={"shape": tuple(local.shape), "layout": str(local.placements)},
-                    why="its devices hold parts of it, and from_local takes the part of one device",
+                    why="from_local takes the local tensor of one device, which is only a part of this tensor",
                     fix="pass tensor.to_local(), or call tensor.redistribute(placements=...)",
                 )
             local = _ToLocal.compute_result(local, _GradientPlacements(local.placements))
@@ -168,7 +168,7 @@ def from_local(
 
 
 def _is_composite_tensor(local: torch.Tensor) -> bool:
-    """Return whether a tensor is of a subclass from outside torch that consists of several tensors."""
+    """Return whether a tensor is of a class from outside torch that consists of several tensors."""
     if isinstance(local, DTensor):
         return False
     kind = type(simulation.get_first_local(local))
@@ -212,7 +212,7 @@ class _GradientPlacements:
         self.summed = set[int]()  # mesh dims over which the local computations differ
 
     def find_placements(self) -> tuple[Placement, ...]:
-        """Return the placements of the gradient. They are final after the forward pass."""
+        """Return the placements of the gradient. They may change until the forward pass ends."""
         if self._requested is not None:
             return self._requested
         return tuple(
@@ -241,7 +241,10 @@ def _record_partial_gradient(local: torch.Tensor, placements: Sequence[Placement
 
 
 def extract_first_rank(local: torch.Tensor) -> torch.Tensor:
-    """Return the first simulated rank's tensor, which all ranks share. Its gradient is copied to all ranks."""
+    """Return the first simulated rank's tensor, or a tensor that is not simulated unchanged.
+
+    All ranks must have equal tensors. The gradient is copied to all ranks.
+    """
     return local if simulation.get_first_local(local) is local else _ExtractFirstRank.compute_result(local)
 
 
@@ -259,7 +262,7 @@ class _ToLocal(CustomGradient):
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         spec = replace_placements(ctx.spec, ctx.gradient.find_placements(), upstream[0].dtype)
-        gradient = upstream[0].contiguous()  # expanded gradients have zero strides
+        gradient = upstream[0].contiguous()  # expanded gradients have zero strides, unlike the spec
         return _FromLocal.compute_result(gradient, spec), None
 
 

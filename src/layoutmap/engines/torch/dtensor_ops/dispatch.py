@@ -73,7 +73,7 @@ def is_custom_operator(function: Function) -> bool:
 
 
 def set_shape_of_view(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
-    """Give an operator's first argument the shape of its view in place, as `squeeze_` does, and return it."""
+    """Replace an operator's first argument in place by a view of it, as `squeeze_` does, and return the argument."""
     set_local(args[0], get_local(view), get_spec(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]
 
@@ -87,14 +87,14 @@ def list_planned_specs(answer: object) -> list[DTensorSpec]:
 
 
 def list_argument_specs(answer: object) -> list[DTensorSpec]:
-    """Return the specs to which DTensor would redistribute an operator's arguments, or an empty list."""
+    """Return the specs to which DTensor would redistribute arguments of an operator. The list may be empty."""
     schema = answer.redistribute_schema if isinstance(answer, OutputSharding) else None
     found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))
     return [each for each in found if isinstance(each, DTensorSpec)]
 
 
 def decompose_operator(op: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Return the result of a composite operator from its parts, or `NotImplemented` for any other operator."""
+    """Compute a composite operator by its inner operators. Return `NotImplemented` for other operators."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
         return NotImplemented
     return op.decompose(*args, **kwargs)
@@ -110,7 +110,7 @@ class OperatorGuardPatch:
     """Make DTensor's dispatcher ask `answer` how to compute each operator.
 
     Args:
-        answer_operator: Called with a function that returns DTensor's own answer, the operator, its args, its kwargs,
+        answer: Called with a function that returns DTensor's own answer, the operator, its args, its kwargs,
             and the mesh. It returns DTensor's answer, which is then cached, or the operator's result.
         write_changes: Called with an operator, the tensors that it has changed, its args, and its kwargs.
         record_copy: Called if a DTensor was redistributed for a view of it: with the DTensor, the redistributed local
@@ -136,11 +136,11 @@ class OperatorGuardPatch:
     def install(self) -> None:
         """Install the patch, unless it is installed, and clear DTensor's cached answers."""
         if _PROPAGATE in vars(_DISPATCHER):
-            return  # keep the caches, which contain this guard's answers
+            return  # keep the caches, because they contain only answers of this guard
         vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
         for name, instead in _REPLACEMENTS.items():
             getattr(_Dispatcher, name).__code__ = instead.__code__
-        for name in _ALWAYS_ANSWERED:  # handled in Python, without sharding rules
+        for name in _ALWAYS_ANSWERED:  # DTensor has handlers for these and no rules, so wrap the handlers
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
             handler = functools.partial(_answer_with_handler, self._answer, _ORIGINAL_HANDLERS[op])
             _DISPATCHER._custom_op_handlers[op] = handler
@@ -159,7 +159,7 @@ class OperatorGuardPatch:
 
 
 def _clear_operator_caches() -> None:
-    """Clear this thread's cache of how DTensor computes operators."""
+    """Clear the caches in which DTensor stores, for this thread, how it computes operators."""
     _DISPATCHER.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
@@ -170,7 +170,7 @@ _LayoutPath = tuple[Any, ...]
 
 
 def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
-    """Return the layouts on the cheapest path to `target`, and continue the last search from `source`.
+    """Return the layouts on the cheapest path from `source` to `target`, by resuming the last search from this source.
 
     Torch begins anew for each target: the first step of a small model on three mesh dims took a minute.
     """
@@ -195,7 +195,7 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
 def _iterate_paths(
     planner: Any, source: Any, steps: dict[Any, dict[Any, float]]
 ) -> Iterator[tuple[Any, _LayoutPath]]:
-    """Yield layouts with the cheapest paths to them, by cost. All searches share the costs in `steps`."""
+    """Yield each reachable layout with the cheapest path to it, by cost. Searches share the costs in `steps`."""
     numbers = itertools.count()
     begun: list[tuple[float, int, Any, _LayoutPath]] = [(0.0, next(numbers), source, (source,))]
     passed = set[object]()
@@ -223,7 +223,7 @@ _REPLACEMENTS: dict[str, Function] = {
 
 
 def _compute_local_results(record_copy: Function, op: OpOverload, args: Args, info: Any) -> object:
-    """Return the local results of an operator, and record a copy if a view of it is taken."""
+    """Return an operator's local results. If it views a redistributed argument, record this argument as a copy."""
     results = _ORIGINALS[_RESULTS](_DISPATCHER, op, args, info)
     if is_pure_view(op) and (schema := info.output_sharding.redistribute_schema) is not None:
         record_copy(args[0], info.local_args[0], schema.args_schema[0])
@@ -244,7 +244,7 @@ def _redistribute_arguments(info: Any, schema: Any, *options: object) -> None:
 def _return_written_results(
     record_changes: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object
 ) -> object:
-    """Return DTensor's result of an operator that may change tensors, after recording the changes."""
+    """Return DTensor's result of an operator. If the operator changed tensors, first record these changes."""
     is_inplace, is_out = others[-2:]
     if is_inplace or is_out:
         changed = args[0] if is_inplace else [kwargs[name] for _, name in list_written_arguments(op)]

@@ -1,6 +1,6 @@
 """Compute functions on gathered DTensors, and warn about it.
 
-Each process computes all of it, from tensors that were gathered for it; its result is replicated.
+Each process gathers the tensors and computes the whole function, so the result is replicated.
 """
 
 from __future__ import annotations
@@ -41,13 +41,9 @@ def compute_gathered(
     kwargs: Kwargs,
     write_back: Callable[[DTensor, torch.Tensor], object] = lambda old, new: old.copy_(shard_like(new, old)),
 ) -> Any:
-    """Compute a function on gathered tensors. Gradients pass, and DTensors that it changes keep their layout.
+    """Compute a function on gathered tensors, and return its result, replicated. Gradients flow back.
 
-    Args:
-        function: The function.
-        args: Its arguments, of which some are DTensors.
-        kwargs: Its arguments by name.
-        write_back: Called with a DTensor that the function has changed, and its new values, to write these to it.
+    DTensors that the function changes keep their layout: `write_back` writes the new values to them.
     """
     mesh = find_device_mesh(tree_leaves((args, kwargs)))
     changed = find_changed_tensors(function, args, kwargs)
@@ -61,7 +57,7 @@ def compute_gathered(
     for each in changed:
         if isinstance(each, DTensor):
             write_back(each, full[id(each)])
-    given = {id(full[id(each)]): each for each in changed}  # the result may be one of the changed arguments
+    given = {id(full[id(each)]): each for each in changed}  # to return a changed argument itself
 
     def replicate_result(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -72,7 +68,7 @@ def compute_gathered(
 
 
 def find_changed_tensors(function: Function, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    """Return the tensors that a call changes in place, by an operator's schema or a function's name."""
+    """Return the tensors that a call changes in place, by the schema of an operator or by the name of a function."""
     if isinstance(function, OPERATORS):
         written = list_written_arguments(resolve_overload(function, args, kwargs))
         found: Any = [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
@@ -96,7 +92,7 @@ def call_with_gathered_values(function: Function, args: Args, kwargs: Kwargs) ->
 
 
 def gather_and_wait(value: object) -> object:
-    """Return a DTensor as an unsharded tensor, after its collectives have ended. Other values stay unchanged."""
+    """Gather a DTensor, and wait for its collectives. Return the plain tensor, or any other value unchanged."""
     gathered = to_unsharded(value)
     return gathered.wait() if isinstance(value, DTensor) and hasattr(gathered, "wait") else gathered
 
@@ -127,12 +123,12 @@ _warned_functions: set[str] = set()
 
 def warn_of_gathering(name: str, why: str) -> None:
     """Warn that a function is computed on gathered tensors. It warns once per function."""
-    if name in _warned_functions:  # warn once per function
+    if name in _warned_functions:
         return
     _warned_functions.add(name)
     why = next(iter(why.strip().splitlines()), "")
     text = format_message(
-        f"{name}: computed on gathered tensors, by each process",
+        f"{name} is computed on gathered tensors, by each process",
         {},
         why or "DTensor has no rule for it",
         "call it on small tensors, or relayout its arguments first",
@@ -141,7 +137,7 @@ def warn_of_gathering(name: str, why: str) -> None:
 
 
 _TENSOR = torch.Tensor
-_READING = (  # DTensor reads only the local part of these: pytorch/pytorch#166638
+_READING = (  # DTensor reads only local values, so gather first: pytorch/pytorch#166638
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__bool__", "__complex__"),
     *("__contains__", "__float__", "__format__", "__index__", "__int__"),
 )
@@ -157,7 +153,7 @@ def _compute_tensor_split(function: Function, args: Args, kwargs: Kwargs) -> obj
 
 
 def _convert_list(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute `torch.tensor` of a list with gathered tensors, because torch reads these from memory."""
+    """Compute `torch.tensor` of a list. DTensors in it are gathered, because torch reads their memory."""
 
     def gather_tensors_in_list(value: object) -> Any:
         return tree_map(to_unsharded, value) if isinstance(value, (list, tuple)) else value

@@ -82,15 +82,15 @@ _RESHAPING_IN_PLACE = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 class _ShardingQuery(threading.local):
     """Record whether this thread runs DTensor's sharding rules, which call operators on tensors without values."""
 
-    is_open = False
+    is_running = False
 
     @contextmanager
-    def mark_query_open(self) -> Generator[None]:
-        before, self.is_open = self.is_open, True
+    def mark_query_running(self) -> Generator[None]:
+        before, self.is_running = self.is_running, True
         try:
             yield
         finally:
-            self.is_open = before
+            self.is_running = before
 
 
 sharding_query = _ShardingQuery()
@@ -104,8 +104,8 @@ def guard_operators_on_mesh(device_mesh: DeviceMesh) -> None:
 
 
 def _write_to_sources(op: OpOverload, changed: list[torch.Tensor], args: Args, kwargs: Kwargs) -> None:
-    """Write the changes of DTensors that are copies back to the tensors that were copied."""
-    _refuse_unsharded_writes(op, args, kwargs)  # DTensor does not check its support for replicated operands
+    """Write the changes of DTensors that are copies to the tensors of which they are copies."""
+    _refuse_unsharded_writes(op, args, kwargs)  # again, because a cached answer skips the guard
     count_hidden_changes(changed)
     some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
@@ -113,7 +113,7 @@ def _write_to_sources(op: OpOverload, changed: list[torch.Tensor], args: Args, k
 
 
 def _record_copy_for_view(source: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Record that a tensor was redistributed for a view, because the view is then one of a copy."""
+    """Record that a DTensor was redistributed for a view, because the view then belongs to the copy."""
     if isinstance(source, DTensor) and source.device_mesh in meshes:
         record_copy(source, make_dtensor(local, spec))
 
@@ -125,25 +125,25 @@ def is_mesh_guarded(device_mesh: DeviceMesh) -> bool:
 
 @skip_function_modes
 @torch.no_grad()
-# DTensor computes some operators incorrectly, so it answers only proven ones (decisions/0057).
+# DTensor computes some operators incorrectly, so it answers only for proven operators (decisions/0057).
 def _answer_operator(
     compute_by_dtensor: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
 ) -> object:
     """Return DTensor's own answer for an operator if it is proven to be correct, or else this library's result."""
-    if mesh not in meshes:  # DTensors of the program, not of this library
+    if mesh not in meshes:  # these are not DTensors of this library, so leave them to torch
         return compute_by_dtensor()
-    if has_shard((args, kwargs)):  # outside of the function mode, which checks local shards
+    if has_shard((args, kwargs)):  # the function mode refuses shards, but it may not be active
         raise make_shard_error(
-            f"{op}: a shard, computed with a tensor on the mesh", _list_dtensors((args, kwargs))[0]
+            f"{op}: combines a local shard with a tensor on a mesh", _list_dtensors((args, kwargs))[0]
         )
     _refuse_unsharded_writes(op, args, kwargs)
     return _compute_operator(compute_by_dtensor, op, args, kwargs, mesh)
 
 
 def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Raise if an operator would change an unsharded tensor by sharded ones. A copy of values is allowed.
+    """Raise if an operator would change an unsharded tensor by sharded tensors, unless it is `copy_`.
 
-    In an operator of lists a tensor is changed by the tensors at its place in the other lists.
+    In an operator of lists a tensor is changed by the tensors at the same position in the other lists.
     """
     if op is torch.ops.aten.copy_.default:
         return
@@ -159,7 +159,7 @@ def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None
                 raise EngineError(
                     f"{op}: an unsharded tensor would be changed by tensors on a mesh",
                     facts={"shape": tuple(each.shape), "gradient of": get_backward_node_name()},
-                    why="each device would change it, or a copy of it",
+                    why="each device would change the tensor, or its own copy of it",
                     fix="pass their values: tensor.full_tensor()",
                 )
 
@@ -190,18 +190,19 @@ def _compute_operator(
     if position < len(args) and args[position] is not None and args[position] < 0:
         rank = args[0].ndim if position == 1 else len(args[1])
         return op(*args[:position], args[position] % max(rank, 1), *args[position + 1 :], **kwargs)
-    if name == "embedding" and is_axis_sharded(args[0], 0):  # DTensor confuses the masks of several lookups
+    # DTensor confuses the masks of several lookups, so use this library's lookup.
+    if name == "embedding" and is_axis_sharded(args[0], 0):
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _list_dtensors((args, kwargs))
     written = {id(each) for each in _list_dtensors(find_changed_tensors(op, args, kwargs))}
-    # DTensor cannot redistribute the other operands to a partial sum.
+    # DTensor cannot redistribute other operands to the placements of a changed partial sum, so do not ask it.
     is_filled = any(
         _is_partial_or_strided(each) and any(other.placements != each.placements for other in tensors)
         for each in tensors
         if id(each) in written
     )
     why = "DTensor's own rule for it is not proven to be correct"
-    # DTensor loops forever when it searches view dims of an empty tensor.
+    # DTensor would loop forever when it searches view dims of an empty tensor, so do not ask it.
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
     # Uneven shards may be empty, and an empty shard has no maximum, so these are gathered.
     is_extreme = name in _EXTREMES or _is_extreme_norm(name, args)
@@ -209,7 +210,7 @@ def _compute_operator(
     can_compute = not (is_empty or is_filled or is_uneven)
     if _is_proven_operator(op, name, args, kwargs) and _can_handle_placements(tensors, name) and can_compute:
         try:
-            with sharding_query.mark_query_open():
+            with sharding_query.mark_query_running():
                 answer = compute_by_dtensor()
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
@@ -227,7 +228,7 @@ def _compute_operator(
         if is_pure_view(op):
             record_copy(args[0], ready[0])
         return op(*ready, **named)
-    inner = decompose_operator(op, args, kwargs)  # parts of the operator may be proven or gather less
+    inner = decompose_operator(op, args, kwargs)  # the parts may be proven or gather less than the operator
     if inner is not NotImplemented:
         return inner
     if is_pure_view(op) and all(map(is_replicated, tensors)) and not _is_read_by_strides(name, args[0]):
@@ -250,13 +251,13 @@ def _is_extreme_norm(name: str, args: Args) -> bool:
 
 
 def _is_proven_operator(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether DTensor's rule for an operator is proven to be correct, as it is for a program's operators."""
+    """Return whether DTensor's rule for an operator is proven. Namespaces other than `aten` count as proven."""
     if name in REDUCTIONS:
         position = list_argument_names(op).index("reduction")
         return (args[position] if position < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _has_equal_other_axes(args[0], args[1], args):
         return False
-    # This decides about backward passes. `lookups` handles forward passes.
+    # `lookups` handles this in forward passes, so here it comes from a backward pass, and is gathered.
     if name == "gather" and is_axis_sharded(args[0], args[1]):
         return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
@@ -264,14 +265,14 @@ def _is_proven_operator(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -
 
 
 def _has_equal_other_axes(target: torch.Tensor, axis: int, tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all tensors with the rank of `target` have equal sizes on all axes except one."""
+    """Return whether all tensors with the rank of `target` have equal sizes on all axes except `axis`."""
     shapes = [list(e.shape) for e in tensors if isinstance(e, torch.Tensor) and 0 < e.ndim == target.ndim]  # pyright: ignore[reportUnnecessaryIsInstance]
     return all(shape[:axis] + shape[axis:][1:] == shapes[0][:axis] + shapes[0][axis:][1:] for shape in shapes)
 
 
 def _can_handle_placements(tensors: list[DTensor], name: str) -> bool:
     """Return whether DTensor's rule for an operator is correct for the placements of its tensors."""
-    if name in ("alias", "detach"):  # autograd saves the tensor itself
+    if name in ("alias", "detach"):  # autograd saves this result, so its placements must not change
         return True
     if _ADDS_BOOLEANS and any(
         each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors
@@ -299,7 +300,7 @@ def _list_dtensors(values: object) -> list[DTensor]:
 
 
 def _is_partial_or_strided(tensor: DTensor) -> bool:
-    """Return whether a DTensor has a placement other than `Shard` and `Replicate`."""
+    """Return whether a DTensor has any placement besides `Shard` and `Replicate`."""
     return not all(map(_is_shard_or_replicate, tensor.placements))
 
 
@@ -315,12 +316,12 @@ def _reduce_unwritten_argument(value: object, written: set[int]) -> object:
 
 
 def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
-    """Return whether an operator reads by strides that the local tensor lacks. Raise if that is impossible."""
+    """Return whether `as_strided` needs strides that the local tensor lacks. Raise if a copy cannot have them."""
     if name != "as_strided" or get_local(tensor).stride() == (strides := tensor.stride()):
         return False
     if not has_no_gaps(tensor.shape, strides):
         raise EngineError(
-            "as_strided: of a slice or an expanded tensor that was gathered or summed up",
+            "as_strided cannot view a slice or an expanded tensor that was gathered or summed up",
             facts={"shape": tuple(tensor.shape), "strides": tuple(strides)},
             why="the gathered copy has no memory between its elements, where these strides would read",
             fix="call x = x.contiguous() first, and pass the strides of that x",
@@ -359,7 +360,7 @@ def _write_gathered_result(op: OpOverload, old: DTensor, new: torch.Tensor) -> N
     mesh = old.device_mesh
     values = get_local(redistribute_if_needed(replicate_tensor(new, mesh), replace_partial(old.placements)))
     for dim, placement in enumerate(old.placements):
-        # The mean or maximum of equal values is that value, so only a sum needs zeros on other devices.
+        # The mean or maximum of equal values is that value, so only a sum needs zeros on all devices but one.
         if placement.is_partial("sum"):
             is_first = replicate_tensor(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]

@@ -1,6 +1,6 @@
 """Concatenate DTensors, also with empty tensors of one axis, which caches start with.
 
-Before torch 2.14 DTensor takes that tensor for one with all the others' axes.
+Before torch 2.14 DTensor takes such a tensor for one with as many axes as the others.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
     tensors: list[Any] = [given["input"], given["weight"], given.get("bias")]
     plan = None
-    # Under autocast, torch must convert the arguments first.
+    # Under autocast, torch must first convert the arguments, so leave the product to torch.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
         of_bias = None if tensors[2] is None else get_spec(tensors[2])
         plan = _plan_local_product(get_spec(tensors[0]), get_spec(tensors[1]), of_bias)
@@ -57,7 +57,7 @@ class _ProductPlan(NamedTuple):
 
     Attributes:
         result: The spec of the result.
-        upstream: The placements in which its gradient is needed.
+        upstream: The placements in which the result's gradient is needed.
         gradients: The specs of the gradients of input, weight and bias.
         num_summands: Number of devices whose results are summed.
     """
@@ -70,7 +70,7 @@ class _ProductPlan(NamedTuple):
 
 @cache_while_meshes_exist
 def _plan_local_product(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec | None) -> _ProductPlan | None:
-    """Return the plan to multiply local shards, or None if an argument needs another layout, rank, or dtype."""
+    """Return the plan to multiply local shards, or None if an argument needs a different layout, rank, or dtype."""
     mesh, last = x.mesh, len(x.shape) - 1
     dtypes = {get_meta(each).dtype for each in (x, weight, bias) if each is not None}
     ranks = len(weight.shape), 1 if bias is None else len(bias.shape)
@@ -129,7 +129,7 @@ class _Linear(AutogradFunction):
         x, weight = ctx.saved_tensors
         plan: _ProductPlan = ctx.plan
         given = redistribute_tensor(replicate_gradient(upstream[0], plan.result.mesh), plan.upstream)
-        if torch.is_grad_enabled():  # a second derivative is recorded
+        if torch.is_grad_enabled():  # so that a second derivative can be computed
             return (*_compute_gradients(given, x, weight, ctx.needs_input_grad), None)
         gradient = get_local(given)
         rows = _flatten_to_matrix(gradient)
@@ -148,8 +148,8 @@ class _Linear(AutogradFunction):
 
 
 def _flatten_to_matrix(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with all axes except the last one flattened."""
-    # Not -1, because the last axis of a shard may be empty.
+    """Flatten all axes of a tensor except the last one, and return the matrix."""
+    # Not -1, which torch cannot infer if the last axis of a shard is empty.
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

@@ -28,9 +28,9 @@ _marks: Any = WeakIdKeyDictionary()
 
 
 def mark_local_tensor(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
-    """Mark the local tensor of a DTensor with whether it differs between devices, and return it."""
+    """Record, for the local tensor of a DTensor, whether it differs between devices, and return the local tensor."""
     differs = not all(each.is_replicate() for each in placements)
-    if differs or list_function_modes():  # outside forward passes, replicated values are ordinary tensors
+    if differs or list_function_modes():  # replicated values need a mark only in forward passes
         _marks[local] = differs
     return local
 
@@ -63,28 +63,20 @@ def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) ->
 def refuse_shard_with_dtensor(
     function: Function, args: Args, kwargs: Kwargs, changed: Sequence[torch.Tensor]
 ) -> None:
-    """Raise if a call combines a shard with a sharded DTensor, or changes a DTensor.
-
-    Raises:
-        EngineError: There is such a DTensor.
-    """
+    """Raise an `EngineError` if a call combines a shard with a sharded DTensor, or changes a DTensor by a shard."""
     for each in tree_leaves((args, kwargs)):
         if isinstance(each, DTensor) and (
             any(each is other for other in changed) or not all(p.is_replicate() for p in each.placements)
         ):
             raise make_shard_error(
-                f"{format_function(function)}: a shard, computed with a tensor on the mesh", each
+                f"{format_function(function)}: combines a local shard with a tensor on a mesh", each
             )
 
 
 def refuse_shard(description: str, value: object) -> None:
-    """Raise if a value is a shard, where the global tensor is needed.
-
-    Raises:
-        EngineError: It differs.
-    """
+    """Raise an `EngineError` if a value is a shard, where the global tensor is needed."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and has_shard(value):
-        raise make_shard_error(f"{description}: a shard in the place of the global tensor", value)
+        raise make_shard_error(f"{description} is a local shard, but must be the global tensor", value)
 
 
 def make_shard_error(description: str, tensor: torch.Tensor) -> EngineError:

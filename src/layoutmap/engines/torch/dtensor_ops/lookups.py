@@ -30,18 +30,18 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
     given = {**dict(zip(_EMBEDDING, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
         raise EngineError(
-            "embedding: max_norm on a table that is on a mesh",
+            "embedding does not support max_norm on a table that is on a mesh",
             facts={"max_norm": given["max_norm"]},
-            why="it changes rows of the table while it reads them, and each device would change "
+            why="max_norm changes rows of the table while it reads them, and each device would change "
             "different rows",
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
-    if given.get("scale_grad_by_freq", False):  # needs the frequency of each row in the global batch
+    if given.get("scale_grad_by_freq", False):  # it needs row frequencies in the global batch, so gather
         return compute_gathered(function, args, kwargs)
     rows, table = given["input"], given["weight"]
     if given.get("sparse", False) and not all(each.is_replicate() for each in table.placements):
         raise EngineError(
-            "embedding: sparse=True on a table that is sharded",
+            "embedding does not support sparse=True on a table that is sharded",
             facts={"placements": table.placements},
             why="the gradient of a sharded table is a DTensor, which has no sparse form",
             fix="leave sparse out, or leave the table unsharded",
@@ -91,13 +91,9 @@ def _compute_gather(function: Function, args: Args, kwargs: Kwargs) -> object:
 def find_local_rows(
     index: torch.Tensor, size: int, mesh: DeviceMesh, dims: Collection[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an index as row numbers of this device's shard, and a mask of the rows that the shard has.
+    """Convert an index to row numbers of this device's shard. Return them with a mask of the rows that the shard has.
 
-    Args:
-        index: The index.
-        size: The size of the axis that is looked up, on all devices.
-        mesh: The mesh.
-        dims: The mesh dims over which that axis is sharded.
+    The indexed axis has `size` elements on all devices together, and is sharded over the mesh dims `dims`.
     """
     numbers = list_shard_indices(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
@@ -119,7 +115,7 @@ def sum_shards(
     dims: Collection[int],
     shape: Sequence[int] | None = None,
 ) -> DTensor:
-    """Return the DTensor, sharded along `axes`, that is the sum of local tensors over the mesh dims `dims`."""
+    """Sum local tensors over the mesh dims `dims`. Return the sum as a DTensor that is sharded along `axes`."""
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(make_placements(mesh, axes))
     ]
@@ -162,7 +158,7 @@ def check_index_range(indices: torch.Tensor, size: int, name: str, axis: int = 0
     local = get_local(indices) if isinstance(indices, DTensor) else indices
     what = f"{name}: index out of range: axis {axis} has size {size}"
     try:
-        # Asynchronous on accelerators, so it may raise later.
+        # This is asynchronous on accelerators, where the error may come later.
         torch.ops.aten._assert_async.msg(((local >= 0) & (local < size)).all(), what)
     except RuntimeError as error:
         raise IndexError(what) from error

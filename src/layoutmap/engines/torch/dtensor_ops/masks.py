@@ -24,7 +24,7 @@ from layoutmap.engines.torch.specs import cache_while_meshes_exist, make_dtensor
 # Two rounds suffice, because a third would change only bits below the precision of the threshold.
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _PIECE = 1 << 16  # elements to hash at once, which fit into a CPU cache
-_LARGE_PIECE = 1 << 22  # elements, on devices other than CPUs
+_LARGE_PIECE = 1 << 22  # elements to hash at once on devices other than CPUs
 
 AxisIndices = tuple[Sequence[int], ...]  # positions along each axis
 
@@ -40,7 +40,7 @@ def draw_sharded_mask(
     *,
     divisor: float = 1.0,
 ) -> DTensor:
-    """Return a random DTensor of zeros and of ones divided by `divisor`. Each device draws its own shard.
+    """Return a random mask as a DTensor with elements 0 and 1 / `divisor`. Each device draws only its own shard.
 
     Args:
         shape: The global shape.
@@ -56,7 +56,7 @@ def draw_sharded_mask(
     made: dict[AxisIndices, torch.Tensor] = {}
     pieces: dict[int, torch.Tensor] = {}
     for rank, indices in _find_element_indices_by_rank(size, mesh, placements).items():
-        if indices in made:  # simulated ranks with equal parts need separate memory
+        if indices in made:  # another simulated rank has equal elements, so copy them
             pieces[rank] = made[indices].clone()
         else:
             pieces[rank] = made[indices] = _draw_mask_block(indices, size, seed, p, dtype, divisor)

@@ -47,7 +47,7 @@ class _CopyOrigin(NamedTuple):
 
     Attributes:
         source: That tensor, outside of autograd.
-        base: The tensor that autograd takes slices of it to be views of.
+        base: The tensor whose views, for autograd, are the slices of the source.
         spec: The mesh, placements, shape and element type of the copy.
         geometries: For each rank, the offset, shape, and strides of the copy in its memory.
     """
@@ -70,20 +70,15 @@ class _CopyOrigin(NamedTuple):
 
 
 def record_copy(source: torch.Tensor, copy: torch.Tensor) -> None:
-    """Record that a redistributed DTensor is a copy, so that changes of its views are written back to `source`.
-
-    Args:
-        source: The DTensor.
-        copy: The same in the other layout.
-    """
+    """Record that a redistributed DTensor is a copy, so that changes of its views are written back to `source`."""
     copy_storage, source_storage = get_storage(copy), get_storage(source)
-    if copy_storage is source_storage:  # the redistribution copied nothing
+    if copy_storage is source_storage:  # nothing was copied, so a view changes the source itself
         return
     geometries = {
         rank: (int(piece.storage_offset()), tuple(piece.shape), piece.stride())
         for rank, piece in simulation.get_tensors_by_rank(get_local(copy)).items()
     }
-    own = make_dtensor(get_local(source), get_spec(source))  # a new DTensor outside the graph
+    own = make_dtensor(get_local(source), get_spec(source))  # a new DTensor, so that no graph is kept alive
     origin = _CopyOrigin(own, weakref.ref(get_base(source)), get_spec(copy), geometries)
     setattr(copy_storage, _ORIGIN, origin)
     vars(source_storage).setdefault(_COPIES, weakref.WeakSet()).add(copy_storage)
@@ -106,18 +101,14 @@ def _iterate_origins(storage: torch.UntypedStorage) -> Generator[torch.UntypedSt
 @skip_function_modes
 @torch.no_grad()
 def write_back(op: OpOverload, changed: list[DTensor]) -> None:
-    """Write changes of copies back to the tensors that were copied, and mark other copies of these as outdated.
-
-    Args:
-        op: The operator.
-        changed: The DTensors that it has changed.
+    """Write changes of copies back to the copied tensors, and mark all other copies of these tensors as outdated.
 
     Raises:
-        EngineError: It has changed a copy that is outdated, a copy of an expanded tensor, several copies of one tensor,
-            or one while a graph is recorded.
+        EngineError: The operator has changed an outdated copy, a copy of an expanded tensor, several copies of one
+            tensor, or a copy while a graph is recorded.
     """
     name = format_function(op)
-    tensors = {id(get_storage(each)): each for each in changed}.values()  # one tensor per storage
+    tensors = {id(get_storage(each)): each for each in changed}.values()  # one for each storage
     parts = [(each, origin) for each in tensors if (origin := _get_origin(get_storage(each))) is not None]
     refuse_outdated(name, [part for part, _ in parts])
     for part, origin in parts:
@@ -125,7 +116,7 @@ def write_back(op: OpOverload, changed: list[DTensor]) -> None:
     for each in tensors:
         _mark_copies(list(_iterate_origins(get_storage(each))), is_counted=not has_hidden_changes(each))
     for part, origin in parts:
-        warn_of_gathering(f"{name} of a slice", "along a sharded axis it is a copy, and is written back")
+        warn_of_gathering(f"{name} of a slice", "along a sharded axis a slice is a copy, and is written back")
         origin.source.copy_(
             redistribute_if_needed(origin.rebuild_copy(part), find_reachable_placements(origin.source))
         )
@@ -137,37 +128,37 @@ def _check_copy_writable(
 ) -> None:
     """Raise if a changed copy cannot be written back to its source."""
     *_, root = _iterate_origins(get_storage(part))
-    if 0 in origin.source.stride():  # expanded tensors
+    if 0 in origin.source.stride():  # the source is an expanded tensor
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
         )
     elif any(root is storage for each in others for storage in _iterate_origins(get_storage(each))):
-        why, fix = "another slice was changed by the same call", "change one after the other"
+        why, fix = "another slice was changed by the same call", "change one slice after the other"
     elif type(simulation.get_first_local(get_local(part))) is not torch.Tensor:
-        why, fix = "a graph is recorded, which has no memory", "assign to it: x[...] = value"
+        why, fix = "a recorded graph cannot write copies back", "assign to the tensor instead: x[...] = value"
     else:
         return
     _mark_outdated(get_storage(part), is_counted=True)
     raise EngineError(
-        f"{name}: a slice along a sharded axis, changed in place",
+        f"{name} cannot change a slice along a sharded axis in place",
         facts={"shape": tuple(part.shape), "tensor": tuple(origin.source.shape)},
-        why=f"it is a copy, and {why}",
+        why=f"the slice is a copy, and {why}",
         fix=fix,
     )
 
 
 def count_hidden_changes(changed: list[torch.Tensor]) -> None:
-    """Count changes that autograd does not see, for tensors and for those that they are copies of."""
+    """Count changes that autograd does not see, also for the tensors of which the changed tensors are copies."""
     for each in filter(has_hidden_changes, changed):
         for storage in _iterate_origins(get_storage(each)):
             count_hidden_change(storage)
 
 
 def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_counted: bool) -> None:
-    """Mark all copies of some storages as outdated, except copies that are among these storages."""
+    """Mark all copies of some storages as outdated, unless a copy is itself among these storages."""
     for storage in memories:
-        for each in list(getattr(storage, _COPIES, ())):  # garbage collection may shrink the list
+        for each in list(getattr(storage, _COPIES, ())):  # list, because the set may shrink meanwhile
             if not any(each is other for other in memories):
                 _mark_outdated(each, is_counted=is_counted)
 
@@ -184,7 +175,7 @@ def _mark_outdated(storage: torch.UntypedStorage, *, is_counted: bool) -> None:
 
 
 def _refuse_outdated_arguments(function: Function, values: object) -> None:
-    """Raise if a function reads an outdated slice. Stop all checks if none is outdated any more."""
+    """Raise if a function reads an outdated slice. If no slice is outdated any more, stop checking functions."""
     if function not in METADATA_METHODS:
         refuse_outdated(format_function(function), values)
     if not outdated:
@@ -199,22 +190,18 @@ METADATA_METHODS = frozenset(
 
 
 def _format_outdated_tensor(tensor: DTensor) -> str:
-    """Replace `DTensor.__repr__`: say whether the tensor is outdated."""
+    """Replace `DTensor.__repr__`: append a note if the tensor is outdated."""
     return _ORIGINAL_REPR(tensor) + (" (outdated: take it again)" if get_storage(tensor) in outdated else "")
 
 
 def refuse_outdated(name: str, values: object) -> None:
-    """Raise if a call has a slice of a tensor that was changed after the slice was taken.
-
-    Raises:
-        EngineError: There is such a slice among the values.
-    """
+    """Raise an `EngineError` for a slice of a tensor that was changed after the slice was taken."""
     for each in tree_leaves(values) if outdated else ():
         if isinstance(each, DTensor) and (storage := get_storage(each)) in outdated:
             raise EngineError(
-                f"{name}: a slice of a tensor that was changed after it was taken",
+                f"{name}: got a slice of a tensor that was changed after the slice was taken",
                 facts={"shape": tuple(each.shape), "tensor": tuple(getattr(storage, _ORIGIN).source.shape)},
-                why="along a sharded axis a slice is a copy, and does not change with its tensor",
+                why="along a sharded axis a slice is a copy, which does not change with its tensor",
                 fix="take the slice where it is used, x[...], or clone it before the change: x[...].clone()",
             )
 
@@ -233,7 +220,7 @@ def _check_and_call_torch_function(
     _: object, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
     """Replace `DTensor.__torch_function__`: refuse outdated slices, and call the function."""
-    if type(func) is not MethodWrapperType:  # properties read no values
+    if type(func) is not MethodWrapperType:  # a property, which reads no values, needs no check
         _refuse_outdated_arguments(func, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))

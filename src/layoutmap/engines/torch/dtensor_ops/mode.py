@@ -108,13 +108,13 @@ _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[repo
 
 @contextmanager
 def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[None]:
-    """Make functions of DTensors return the same results as those of unsharded tensors, on this thread while open.
+    """Make functions of DTensors give the same results as for unsharded tensors, while the `with` block runs.
 
-    It can be opened again inside of itself, and changes nothing for plain tensors among themselves.
+    Only this thread is affected. Blocks may be nested. Functions of plain tensors alone do not change.
 
     Args:
         device_mesh: The mesh of the DTensors.
-        by_shards: Whether each device draws its part of what a dropout drops, which plain tensors do not.
+        by_shards: Whether each device draws only its shard of a dropout mask. Plain tensors get different masks.
     """
     guard_operators_on_mesh(device_mesh)
     before = replicates_plain_tensors()
@@ -138,7 +138,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in METADATA_METHODS) and type(args[0]) is DTensor:
-            with disable_function_modes():  # nothing is computed, so modes need not see it
+            with disable_function_modes():  # no mode needs to see a call that computes nothing
                 return func(*args, **kwargs)
         if outdated:
             refuse_outdated(format_function(func), (args, kwargs))
@@ -162,9 +162,9 @@ class _DTensorFunctionMode(TorchFunctionMode):
             refuse_shard_with_dtensor(func, args, kwargs, changed)
             try:
                 return _compute_per_device(func, args, kwargs)
-            except RuntimeError as error:  # a shard and a global tensor have incompatible shapes
+            except RuntimeError as error:  # the shapes of a shard and a global tensor may not fit
                 raise make_shard_error(
-                    f"{format_function(func)}: a shard, computed with a global tensor", found
+                    f"{format_function(func)}: combines a local shard with a global tensor", found
                 ) from error
         handler = known.handler
         if changed and not all(isinstance(each, DTensor) for each in changed):
@@ -273,7 +273,7 @@ _TYPES_WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), torch.dty
 
 
 def _find_dtensor_and_unsharded(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
-    """Return one DTensor among values and their lists, and whether these also contain unsharded tensors."""
+    """Return a DTensor among values and their lists (or None), and whether these contain unsharded tensors."""
     found, is_mixed = None, False
     for value in values:
         kind = type(value)  # pyright: ignore[reportUnknownVariableType]
@@ -300,7 +300,7 @@ def _replicate_arguments(args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> tuple[
 
 
 def _replicate_value(value: Any, mesh: DeviceMesh) -> object:
-    """Return an unsharded tensor as a replicated DTensor. A scalar without a gradient stays unchanged."""
+    """Replicate an unsharded tensor, also in a list. Scalars without a gradient and other values stay unchanged."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor) or (value.ndim == 0 and not value.requires_grad):
             return value

@@ -34,7 +34,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
-    if x.ndim < 2:  # no channel axis
+    if x.ndim < 2:  # no channel axis, which the code below needs
         return compute_gathered(function, args, kwargs)
     of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
     mesh = find_device_mesh((x, *of_channels.values()))
@@ -42,7 +42,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     channels = {dim: 0 for dim, axis in kept.items() if axis == 1}
     local = {name: reshard_to_local(each, mesh, channels, kept) for name, each in of_channels.items()}
     y, eps = reshard_to_local(x, mesh, kept, kept), given.get("eps", 1e-5)
-    if not given.get("training", False) and "running_mean" in local:  # evaluation needs only local values
+    if not given.get("training", False) and "running_mean" in local:  # evaluation needs no sums over devices
         return wrap_shards(function(y, **local, eps=eps), mesh, kept)
     count = x.numel() // x.shape[1]
     if count == 1:  # raise torch's error for a single value in the global batch

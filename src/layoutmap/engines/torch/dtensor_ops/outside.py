@@ -63,11 +63,7 @@ check_names_exist("torch", (BackwardHook, "_unpack_none"), (_of_muon, "_zeropowe
 
 # Programs also use weights outside a model's call, so torch is patched for the mesh (decisions/0151).
 def install_patches_for_mesh(device_mesh: DeviceMesh) -> None:
-    """Patch torch so that DTensors on a mesh compute correctly outside of `enable_dtensor_ops`, too.
-
-    Args:
-        device_mesh: The mesh.
-    """
+    """Patch torch so that DTensors on a mesh compute correctly outside of `enable_dtensor_ops`, too."""
     if not is_mesh_guarded(device_mesh):
         guard_operators_on_mesh(device_mesh)
         install_patches(*_PATCHES)
@@ -89,7 +85,7 @@ def _assign_data(original: Callable[..., None], tensor: DTensor, value: torch.Te
             value = redistribute_if_needed(value, replace_partial(tensor.placements))
         else:
             value = shard_like(to_unsharded(value), tensor)
-        if tensor.is_leaf:  # autograd may have saved the tensor
+        if tensor.is_leaf:  # autograd may have saved it, so that its backward pass must refuse the new values
             count_hidden_change(get_storage(tensor))
         set_local(tensor, get_local(value), get_spec(value))
     original(tensor, value)
@@ -108,7 +104,7 @@ def _swap_tensors(original: Callable[..., None], t1: torch.Tensor, t2: torch.Ten
     set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     for each, (local, spec) in zip(both, reversed(contents), strict=True):
         if each.is_leaf:
-            count_hidden_change(get_storage(each))  # autograd may have saved the tensor
+            count_hidden_change(get_storage(each))  # see `_assign_data`
         set_shell(each, make_dtensor(local, spec))
         set_local(each, local, spec)
 
@@ -154,15 +150,15 @@ def _refuse_address(original: Function, tensor: DTensor, *args: object, **kwargs
     # `copy.deepcopy` only compares the address, so it gets torch's answer.
     if not is_mesh_guarded(tensor.device_mesh) or asked_in == "torch._tensor":
         return original(tensor, *args, **kwargs)
-    # torch packs recurrent weights into one storage for cuDNN unless two have one address, so give them one.
+    # torch packs recurrent weights into one storage for cuDNN, unless two have equal addresses, so return equal ones.
     if asked_in == "torch.nn.modules.rnn":
         return 0
     raise EngineError(
-        f"{caller.f_code.co_qualname}: the address of a tensor on a mesh",
+        f"{caller.f_code.co_qualname}: reads the address of a tensor on a mesh (data_ptr)",
         facts={"shape": tuple(tensor.shape), "layout": str(tensor.placements)},
-        why="each device has its shards in its own memory, and the kernel's use of them is unknown",
-        fix="make the kernel an operator with torch.library.custom_op or triton_op, which runs on "
-        "gathered tensors, also in the backward pass; or pass tensor.full_tensor()",
+        why="a kernel would take this device's shard for the whole tensor",
+        fix="pass tensor.full_tensor(), or register the kernel as an operator with torch.library.custom_op "
+        "or triton_op: it then runs on gathered tensors, also in the backward pass",
     )
 
 
@@ -177,7 +173,7 @@ def _compute_muon_update(
 
 
 def _unflatten_tensor(original: Function, pieces: object, metadata: Args, *form: object) -> object:
-    """Replace `DTensor.__tensor_unflatten__`: also return DTensors that are sharded as only views are."""
+    """Replace `DTensor.__tensor_unflatten__`: also rebuild DTensors with strided shards that only views have."""
     try:
         return original(pieces, metadata, *form)
     except ValueError:
@@ -200,7 +196,7 @@ def _count_flops(
     kwargs: Kwargs | None = None,
 ) -> object:
     """Replace the operator hook of `FlopCounterMode`: count the operations of one device."""
-    if sharding_query.is_open:
+    if sharding_query.is_running:
         return func(*args, **(kwargs or {}))
     leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
     each = next((each for each in leaves if is_mesh_guarded(each.device_mesh)), None)
@@ -275,7 +271,7 @@ class _DistributeTensorPatch:
             delattr(_api, self._NAME)
 
 
-# Its code runs with the globals of torch's module, so it finds `layoutmap_distribute` there.
+# The code of this function runs with the globals of torch's module, so it finds `layoutmap_distribute` there.
 def _call_layoutmap_distribute(
     tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: Any = 0
 ) -> Any:
@@ -285,7 +281,7 @@ def _call_layoutmap_distribute(
 
 
 class _ReplicateUnshardedPatch:
-    """Make unsharded tensors count as replicated beside DTensors, on the thread that installs this."""
+    """Make unsharded tensors in calls with DTensors count as replicated, on the thread that installs this patch."""
 
     def install(self) -> None:
         """Make unsharded tensors count as replicated."""

@@ -40,10 +40,10 @@ def check_equal_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
 
     Args:
         mesh: The `DeviceMesh`.
-        gather: Gathers from all processes of the mesh, which all ask.
+        gather: Gathers a value from each process of the mesh. All of them call it.
 
     Raises:
-        ScopeError: A process draws other numbers than another, or none; in all of them.
+        ScopeError: The processes draw different numbers, or only some draw any. All processes raise it.
     """
     state = _hash_generator_states(mesh.device_type)
     yield
@@ -64,13 +64,13 @@ def check_equal_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
 def _hash_generator_states(device_type: str) -> int:
     """Return a checksum of the states of torch's default CPU generator and of the device's generator."""
     states = [torch.get_rng_state()]
-    if device_type != "cpu":  # the device's generator draws masks
+    if device_type != "cpu":  # masks are drawn by the device's own generator, so include it
         states.append(torch.get_device_module(device_type).get_rng_state())
     return compute_checksum(*(state.numpy() for state in states))
 
 
 def _allocate_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an unsharded tensor with a DTensor's shape, strides, and dtype, because draws follow strides."""
+    """Return an unsharded tensor with a DTensor's shape, strides, and dtype. Random numbers depend on the strides."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 

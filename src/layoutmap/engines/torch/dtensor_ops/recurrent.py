@@ -16,10 +16,10 @@ from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def _compute_recurrent_layer(function: Function, args: Args, kwargs: Kwargs) -> object:
-    if kwargs or not isinstance(args[3], bool):  # packed sequences have other arguments
+    if kwargs or not isinstance(args[3], bool):  # packed sequences have different arguments, so gather them
         return compute_gathered(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
-    if train and dropout:  # dropout must draw the same numbers as on one device
+    if train and dropout:  # dropout must draw as on one device, so gather
         return compute_gathered(function, args, kwargs)
     mesh = find_device_mesh(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1

@@ -54,7 +54,7 @@ ROWS: dict[object, Function] = {
     F.fold: _make_last_axes_handler(2),
     **dict.fromkeys(_PARAMETERS, _compute_with_inplace_option),
     **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
-    F.prelu: _FIRST,  # the weight of PReLU is along axis 1
+    F.prelu: _FIRST,  # its weights belong to axis 1, so only axis 0 stays sharded
     **dict.fromkeys(
         (F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _make_last_axes_handler(1)
     ),

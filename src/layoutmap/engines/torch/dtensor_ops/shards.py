@@ -40,7 +40,7 @@ def find_sharded_axes(
     excluded_dims: Container[int] = (),
     uneven_axes: Container[int] = (),
 ) -> dict[int, int]:
-    """Return, by mesh dim, the axis that can stay sharded over it while a function is computed on shards.
+    """Return, for each mesh dim, the axis that can stay sharded over it while a function is computed on shards.
 
     Args:
         tensors: The DTensors or unsharded tensors that have these axes.
@@ -48,7 +48,7 @@ def find_sharded_axes(
         candidate_axes: The axes that may stay sharded.
         allows_broadcast: Whether one tensor's axis may have size 1 where that of others is larger.
         excluded_dims: Mesh dims over which other tensors stay sharded.
-        uneven_axes: The axes whose size need not be divisible, if no shard is empty.
+        uneven_axes: The axes that may have uneven shards, if no shard is empty.
     """
     kept: dict[int, int] = {}
     num_shards: dict[int, int] = {}
@@ -118,7 +118,7 @@ def make_shard_handler(find_independent_axes: Callable[[int], Container[int]]) -
     """Return the handler of a function that treats positions along some axes of its first tensor independently.
 
     Args:
-        find_independent_axes: Returns these axes for the rank of the tensor. They may stay sharded, as in the result.
+        find_independent_axes: Returns these axes, given the tensor's rank. They may stay sharded, also in the result.
     """
 
     def compute_on_shards(function: Function, args: Args, kwargs: Kwargs) -> object:

@@ -39,7 +39,7 @@ def keep_gradient_layout(changed_tensor: torch.Tensor) -> None:
 
 
 def assign_item(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute `x[index] = value`."""
+    """Compute `x[index] = value`, on shards if the index takes sharded axes as a whole, otherwise gathered."""
     target, index, value = args
     if isinstance(target, DTensor) and _is_whole_on_sharded_axes(target, index):
         on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)

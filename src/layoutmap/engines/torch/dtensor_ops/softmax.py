@@ -18,14 +18,7 @@ from layoutmap.engines.torch.placing import compute_device_maximum, sum_over_dev
 
 
 def compute_log_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
-    """Return this device's shard of log_softmax along a sharded axis, in float32 or a wider dtype.
-
-    Args:
-        x: The shard.
-        axis: The axis.
-        mesh: The mesh.
-        dims: The mesh dims over which the axis is sharded.
-    """
+    """Return this device's shard of log_softmax along a sharded axis, in float32 or a wider dtype."""
     x = _subtract_maximum(x, axis, mesh, dims)
     return x - sum_over_devices(x.exp().sum(axis, keepdim=True), mesh, dims).log()
 

@@ -1,8 +1,8 @@
 """Reduce partial sums over the mesh immediately, where DTensor would defer it.
 
 A product along a sharded axis, and a gradient that passes through a sharded weight, are partial sums. DTensor reduces
-them as late as possible, and may shard the result along the first axis because that costs less. If the batch does not
-divide, these shards are uneven, and the next change of shape fails.
+them as late as possible, and may shard the result along the first axis because that costs less. If the mesh
+dim does not divide the batch, these shards are uneven, and the next change of shape fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PRODUCTS = (  # pyright: ignore[reportUnknownVariableType]
 
 
 def is_batch_divisible(value: object) -> bool:
-    """Return whether the size of a tensor's first axis is divisible by the size of each mesh dim."""
+    """Return whether each mesh dim's size divides a DTensor's first axis. For other values, return True."""
     if not isinstance(value, DTensor) or not value.ndim:
         return True
     return all(value.shape[0] % size == 0 for size in value.device_mesh.shape)
@@ -43,7 +43,7 @@ class ReduceProductsMode(TorchFunctionMode):
 
 
 def hook_gradient_reduction(value: object) -> object:
-    """Return the same value, and reduce its gradient when the backward pass reaches it."""
+    """Reduce a DTensor's gradient when the backward pass reaches it. Return the DTensor or other value unchanged."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value
     return hook_gradient(value, reduce_partial)

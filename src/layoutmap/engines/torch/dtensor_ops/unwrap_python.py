@@ -24,13 +24,11 @@ def can_unwrap(function: Function) -> bool:
 def unwrap_function(function: Function, **replacements: Function) -> Function:
     """Return a copy of a torch function without its check for overrides, so that modes see its inner calls.
 
-    Args:
-        function: The function.
-        **replacements: Functions that replace those of these names in its module.
+    `replacements` replace functions with the same names in the module of the function.
     """
     questions = [name for name in function.__code__.co_names if name.startswith(_OVERRIDE_CHECK)]
     scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replacements}
-    if "overrides" in function.__code__.co_names:  # functions of `torch.nn.init` call `torch.overrides`
+    if "overrides" in function.__code__.co_names:  # as functions of `torch.nn.init` have
         scope["torch"] = _TORCH
     made = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__

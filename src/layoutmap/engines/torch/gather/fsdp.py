@@ -56,7 +56,7 @@ class GatheredTensors:
         tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
         mesh_dim: The number of the mesh dim.
         dtype: Their element type when they are gathered; `None`: their own.
-        reduce_dtype: That in which gradients are summed up; `None`: their own.
+        reduce_dtype: The dtype in which gradients are summed up; `None`: their own.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class GatheredTensors:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.tensors, self.mesh_dim, self.reduce_dtype = tensors, mesh_dim, reduce_dtype
-        self.places = [_GatherLayout(tensor, mesh_dim) for tensor in tensors]
+        self.layouts = [_GatherLayout(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
         flat = torch.cat([get_local(tensor).detach().reshape(-1) for tensor in tensors])
-        if flat.device.type != mesh.device_type:  # the weights are offloaded
+        if flat.device.type != mesh.device_type:  # the weights are offloaded, so move them back
             flat = flat.to(mesh.device_type)
         flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
@@ -89,11 +89,13 @@ class GatheredTensors:
 class _AllGather(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: GatheredTensors, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        # Otherwise torch would create zeros that are not DTensors for unused outputs.
+        # By default, torch creates zeros that are not DTensors for unused outputs, so turn that off.
         ctx.set_materialize_grads(False)
         ctx.gather = gather
-        columns = torch.split(gather.pop_rows(), [place.local_size for place in gather.places], dim=1)
-        return tuple(place.assemble_tensor(part) for place, part in zip(gather.places, columns, strict=True))
+        columns = torch.split(gather.pop_rows(), [layout.local_size for layout in gather.layouts], dim=1)
+        return tuple(
+            layout.assemble_tensor(part) for layout, part in zip(gather.layouts, columns, strict=True)
+        )
 
     @staticmethod
     @skip_function_modes
@@ -106,41 +108,43 @@ class _ReduceScatter(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Ctx, gather: GatheredTensors, *gradients: DTensor | None) -> tuple[DTensor | None, ...]:
-        places, mesh_dim = gather.places, gather.mesh_dim
+        layouts, mesh_dim = gather.layouts, gather.mesh_dim
         ctx.set_materialize_grads(False)
         ctx.gather, ctx.dtypes = gather, [None if each is None else each.dtype for each in gradients]
         partial_sums = [
-            (place, convert_to_partial_sum(gradient, place.spec, mesh_dim))
-            for place, gradient in zip(places, gradients, strict=True)
+            (layout, convert_to_partial_sum(gradient, layout.spec, mesh_dim))
+            for layout, gradient in zip(layouts, gradients, strict=True)
             if gradient is not None
         ]
         results: dict[int, DTensor] = {}
-        # The order is the same in all processes, because each dtype has a collective.
+        # Each dtype has its own collective, so the order of the dtypes must be the same in all processes.
         for dtype in dict.fromkeys(gradient.dtype for _, gradient in partial_sums):
-            some = [(place, gradient) for place, gradient in partial_sums if gradient.dtype == dtype]
+            some = [(layout, gradient) for layout, gradient in partial_sums if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
-            flat = torch.cat([place.split_by_device(gradient) for place, gradient in some], dim=1).reshape(-1)
+            flat = torch.cat([layout.split_by_device(gradient) for layout, gradient in some], dim=1).reshape(
+                -1
+            )
             # A policy may request float32 sums, because bfloat16 sums lose digits.
             flat = flat.to(gather.reduce_dtype)
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
-            # One collective for the whole block.
+            # One collective for all weights is faster.
             dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]
-            parts = torch.split(mine, [place.local_size for place, _ in some])
+            parts = torch.split(mine, [layout.local_size for layout, _ in some])
             results |= {
-                id(place): place.make_sharded(part) for (place, _), part in zip(some, parts, strict=True)
+                id(layout): layout.make_sharded(part) for (layout, _), part in zip(some, parts, strict=True)
             }
-        return tuple(results.get(id(place)) for place in places)
+        return tuple(results.get(id(layout)) for layout in layouts)
 
     @staticmethod
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # same order in all processes
+        groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # processes must use one order of collectives
         for number, each in enumerate(upstream):
             if each is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)
         results: list[DTensor | None] = [None] * len(upstream)
         for (dtype, _), numbers in groups.items():
-            some = [redistribute_tensor(upstream[n], ctx.gather.places[n].spec.placements) for n in numbers]
+            some = [redistribute_tensor(upstream[n], ctx.gather.layouts[n].spec.placements) for n in numbers]
             gathered = GatheredTensors(some, ctx.gather.mesh_dim, dtype).gather_tensors()
             for number, each in zip(numbers, gathered, strict=True):
                 results[number] = each
@@ -148,11 +152,11 @@ class _ReduceScatter(AutogradFunction):
 
 
 class CastFunction(AutogradFunction):
-    """Convert a DTensor to another dtype. Its gradient is converted back before it is reduced."""
+    """Convert a DTensor to another dtype. The gradient is converted back before it is reduced."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
-        """Return the DTensor in another dtype."""
+        """Return the DTensor in `dtype`."""
         ctx.dtype = tensor.dtype
         return _cast_local(tensor, dtype)
 
@@ -200,7 +204,7 @@ class _GatherLayout:
 def convert_to_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) -> DTensor:
     """Return a gradient as a partial sum over a mesh dim, in the placements of `spec` on the other dims.
 
-    A gradient that is already summed, as that of a batch that does not divide, is divided by the number of devices.
+    A gradient that is already summed, as for a batch that is not sharded, is divided by the number of devices.
     """
     is_sum = gradient.placements[mesh_dim].is_partial("sum")
     wanted = replace_placement(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)

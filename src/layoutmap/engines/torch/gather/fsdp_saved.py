@@ -24,9 +24,9 @@ from layoutmap.engines.torch.storages import get_storage_key
 @contextmanager
 # Saved tensors would keep gathered weights in memory, so autograd saves references (decisions/0017).
 def save_references(tensors: Sequence[DTensor], regather: Callable[[], Sequence[DTensor]]) -> Generator[bool]:
-    """Make autograd save references in place of gathered tensors and their views, while open.
+    """Make autograd save references to gathered tensors and their views, while the `with` block runs.
 
-    If other saved-tensor hooks are active, such as those of an activation checkpoint, it does nothing.
+    If other saved-tensor hooks are active, such as those of an activation checkpoint, nothing is done.
 
     Args:
         tensors: The gathered DTensors, with their autograd nodes.
@@ -50,7 +50,7 @@ def _record_gathered_weights(
 ) -> _GatheredWeights | None:
     """Return the gathered weights, or None if autograd saves nothing or other hooks are active."""
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    # Other saved-tensor hooks take precedence.
+    # Other saved-tensor hooks take precedence, so do nothing.
     if not nodes or not torch.is_grad_enabled() or get_saved_tensor_hooks() is not None:
         return None
     weights = _GatheredWeights(tensors, regather)
@@ -126,7 +126,7 @@ def drop_autograd_node(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     if type(tensor) is DTensor and not (tensor.is_conj() or tensor.is_neg()):
-        # `detach` would use DTensor's slow dispatcher.
+        # Not `detach`, which uses DTensor's slow dispatcher.
         return make_dtensor(get_local(tensor), get_spec(tensor))
     return tensor.detach()
 

@@ -65,9 +65,9 @@ class GatherUnit(torch.nn.Module):
         parameters: DTensors of one element type, sharded over the mesh dim, each of which `can_gather`, by name.
         mesh: Their mesh.
         mesh_dim: The number of the dim.
-        options: What `fully_shard` is called with, beside what follows from the layouts.
-        is_kept: Whether what is gathered is not freed between the forward pass and the backward pass.
-        below: The units that are called inside of the call of this one, which is the outermost; `None`: it is not.
+        options: The options of `fully_shard`, except those that follow from the layouts.
+        is_kept: Whether gathered parameters are kept from the forward pass to the backward pass.
+        below: If this unit is the outermost one, the units that are called within its calls; otherwise `None`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GatherUnit(torch.nn.Module):
     ) -> None:
         super().__init__()
         offload: Any = options.get("offload_policy")
-        # The base policy lacks this attribute and does not offload.
+        # The base policy lacks this attribute, and does not offload, so nothing is moved.
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _move_to_cpu(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
@@ -127,7 +127,7 @@ class GatherUnit(torch.nn.Module):
         made.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
     def can_be_reused_for(self, parameters: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether these are its parameters, unchanged, and no other hooks see gradients or saved tensors."""
+        """Return whether `parameters` are the unit's own, unchanged, and no hooks of others interfere."""
         hooks = get_saved_tensor_hooks()
         if not (hooks is None or isinstance(hooks, _UnitCall) or is_activation_checkpoint(hooks)):
             return False
@@ -138,10 +138,10 @@ class GatherUnit(torch.nn.Module):
 
     @contextmanager
     def gather_parameters(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[DTensor]]:
-        """Gather the parameters for a call of their modules while the context is open.
+        """Gather the parameters for a call of their modules while the `with` block runs.
 
         Args:
-            inputs: The tensors that the module is called with whose weights they are.
+            inputs: The tensors that the module of these parameters is called with.
 
         Yields:
             The gathered parameters.
@@ -153,27 +153,27 @@ class GatherUnit(torch.nn.Module):
                 versions = [get_version(each) for each, _ in self._sharded]
                 call = _UnitCall(self, versions, self._storages, hooks)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-                    yield self._link_to_sharded()
+                    yield self._attach_gradient_guard()
             else:
-                yield self._link_to_sharded()
+                yield self._attach_gradient_guard()
         finally:
             self._end_call()
 
     @skip_function_modes
     def _begin_call(self, inputs: Sequence[torch.Tensor]) -> None:
         """Gather the parameters, and register the hooks that begin and end the backward pass of this unit."""
-        if get_backward_pass_id() >= 0:  # an activation checkpoint recomputes the forward pass
+        if get_backward_pass_id() >= 0:  # within a backward pass, a checkpoint recomputes this call
             if not self.state.is_in_backward:
                 self.state.gather_for_backward()
         else:
-            if not self.state.is_call_open and self.state.has_failed_backward:
+            if not self.state.is_call_running and self.state.has_failed_backward:
                 self.state.reset_after_failure()
             if self.state.is_gathered:
                 self.state.free_gathered_parameters()  # free kept weights, because the parameters may have changed
             self._record_call_order()
         self.state.gather_for_forward()
         if not self._storages:
-            # These storages persist, because torch only resizes them.
+            # Read these once, because torch keeps the storages, and only resizes them.
             self._storages = frozenset(
                 get_storage_key(get_local(each)) for each in self.state.gathered_parameters
             )
@@ -187,8 +187,8 @@ class GatherUnit(torch.nn.Module):
                     each.register_hook(self._end_backward)  # pyright: ignore[reportUnknownMemberType]
 
     @skip_function_modes
-    def _link_to_sharded(self) -> list[DTensor]:
-        """Return the gathered parameters, linked in the graph to the sharded ones so that misuse is refused."""
+    def _attach_gradient_guard(self) -> list[DTensor]:
+        """Return the gathered parameters. If some are trained, one of them passes through a `_GradientGuard`."""
         gathered = self.state.gathered_parameters
         trained = [index for index, each in enumerate(gathered) if each.requires_grad]
         if trained and torch.is_grad_enabled():
@@ -199,7 +199,7 @@ class GatherUnit(torch.nn.Module):
         return gathered
 
     def _record_call_order(self) -> None:
-        """Record that this unit follows the last one, which then prefetches this unit's parameters in its calls."""
+        """Record that this unit follows the unit called before, so that the earlier unit's calls prefetch it."""
         before, self.order.last = self.order.last, self
         if before is not None and self.order.following.get(before) is not self:
             self.order.following[before] = self
@@ -211,11 +211,11 @@ class GatherUnit(torch.nn.Module):
 
     @skip_function_modes
     def _end_call(self) -> None:
-        """Free parameters that the backward pass does not reuse, and prefetched ones that no call used."""
+        """Free parameters that the backward pass does not reuse, and prefetched parameters that no call used."""
         self.state.finish_forward()
         if self._is_kept and not torch.is_grad_enabled():
             self.state.free_gathered_parameters()
-        if get_backward_pass_id() < 0 and not self.state.is_call_open:
+        if get_backward_pass_id() < 0 and not self.state.is_call_running:
             for unit in self.order.prefetched:  # units that no call has used
                 unit.state.free_gathered_parameters()
             self.order.prefetched.clear()
@@ -236,7 +236,7 @@ class GatherUnit(torch.nn.Module):
         self.state.gather_for_backward()
 
     def check_parameters_unchanged(self, versions: Sequence[int]) -> None:
-        """Raise if a parameter's version differs from that in `versions`, which the forward pass used."""
+        """Raise if a parameter was changed since the forward pass, which recorded `versions`."""
         for name, (each, _), version in zip(self._names, self._sharded, versions, strict=True):
             if get_version(each) != version:
                 raise RuntimeError(format_early_change_message(name, tuple(each.shape)))
@@ -276,14 +276,14 @@ class _GradientGuard(AutogradFunction):
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         if not will_be_reached(ctx.node):
             raise RuntimeError(_GRADIENTS_BY_WEIGHTS)
-        # Otherwise autograd would call these hooks without a gradient.
+        # Autograd would call these hooks without a gradient, so refuse them.
         if any(map(has_hooks_of_others, ctx.sharded)):
             raise RuntimeError(_HOOKS_REGISTERED_TOO_LATE)
         return None, *upstream, *[None] * len(ctx.sharded)
 
 
 class _UnitCall:
-    """Saved-tensor hooks of one call of a unit. They gather its parameters when one is unpacked."""
+    """Saved-tensor hooks of one call of a unit. They gather the unit's parameters when they unpack one of them."""
 
     def __init__(
         self, unit: GatherUnit, versions: Sequence[int], storages: frozenset[int], hooks: Any
@@ -322,9 +322,9 @@ class _SavedTensor:
 
 
 _GRADIENTS_BY_WEIGHTS = format_message(
-    "gradients by some weights were asked for (torch.autograd.grad, or backward(inputs=...))",
+    "gradients of some weights were asked for (torch.autograd.grad, or backward(inputs=...))",
     {},
-    "torch's fully_shard has gradients only in the .grad of all weights, after loss.backward()",
+    "torch's fully_shard computes gradients only of all weights together, in loss.backward()",
     'call loss.backward(), or open the scope with gather="own"',
 )
 _HOOKS_REGISTERED_TOO_LATE = format_message(

@@ -44,7 +44,7 @@ class FullyShardState:
 
     Args:
         module: The module.
-        is_asynchronous: Whether gathers are waited for when they are needed.
+        is_asynchronous: Whether a gather is waited for only when its result is needed.
     """
 
     def __init__(self, module: torch.nn.Module, *, is_asynchronous: bool) -> None:
@@ -54,7 +54,7 @@ class FullyShardState:
         self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
         self._group: Any = next(iter(self._state._fsdp_param_groups), None)
         if self._group is not None:
-            self._group.unshard_async_op = is_asynchronous  # otherwise a CPU waits when a gather starts
+            self._group.unshard_async_op = is_asynchronous  # if false, a CPU waits when a gather starts
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:
@@ -84,7 +84,7 @@ class FullyShardState:
         return [each.unsharded_param for each in self._group.fsdp_params] if self._group else []
 
     @property
-    def is_call_open(self) -> bool:
+    def is_call_running(self) -> bool:
         """Whether a call of the module, or of a module that contains it, is running."""
         return self._state._state_ctx.iter_forward_root is not None
 
@@ -107,7 +107,7 @@ class FullyShardState:
     def reset_after_failure(self) -> None:
         """Reset the state that a failed backward pass left in all modules."""
         states = self._state._state_ctx.all_states
-        states[0]._reset_iter_state()  # torch sets it only for the root
+        states[0]._reset_iter_state()  # torch stores this state only in the root, which is the first
         for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
@@ -138,7 +138,7 @@ class FullyShardState:
         self._state._comm_ctx.post_forward_order.clear()
 
     def gather_for_backward(self) -> None:
-        """Gather the parameters in a backward pass. Torch reduces the gradients at its end at the latest."""
+        """Gather the parameters in a backward pass. Torch reduces the gradients at the latest when the pass ends."""
         self._state._pre_backward(None)
 
     def reduce_gradients(self) -> None:

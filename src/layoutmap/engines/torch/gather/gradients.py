@@ -33,7 +33,7 @@ from layoutmap.engines.torch.specs import (
     replace_placement,
 )
 
-_MAX_BYTES = 256 << 20  # limit for gradients that are concatenated for one collective
+_MAX_BYTES = 256 << 20  # limit of gradients in one collective
 
 
 # A gradient hook must see the full sum, so the gradient is reduced before the hook runs (decisions/0017).
@@ -87,7 +87,7 @@ class GradientReducer:
 
         @skip_function_modes
         def defer_after_accumulation(parameter: DTensor) -> None:
-            if has_hooks_of_others(parameter):  # an earlier hook may have returned a partial sum
+            if has_hooks_of_others(parameter):  # a hook may return a partial sum, so redistribute it
                 gradient = parameter.grad
                 if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
                     parameter.grad = redistribute_tensor(gradient, parameter.placements)
@@ -120,7 +120,7 @@ class _BackwardPass:
         parameter.grad = None
 
     def defer_reduction(self, parameter: DTensor) -> None:
-        """Defer the reduction of a parameter's new gradient, to reduce it together with others."""
+        """Defer the reduction of a parameter's new gradient, to reduce it together with other gradients."""
         self._waiting[id(parameter)] = parameter
 
     @skip_function_modes
@@ -171,7 +171,7 @@ def _redistribute_gradient(parameter: DTensor) -> None:
 
 
 def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
-    """Reduce gradients that are partial over a mesh dim, similar ones by a common all-reduce."""
+    """Reduce gradients that are partial over a mesh dim, by one all-reduce for equal placements and dtypes."""
     alike: dict[tuple[Any, torch.dtype, int], list[DTensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -209,7 +209,7 @@ def _reduce_concatenated_gradients(parameters: list[DTensor], dim: int, reduce_o
     parts = [joined] if len(pieces) == 1 else torch.split(joined, [each.numel() for each in pieces])
     for parameter, piece, part in zip(parameters, pieces, parts, strict=True):
         spec = get_spec(parameter.grad)
-        # Contiguous, because a DTensor with a storage offset cannot be copied.
+        # Clone, because a DTensor with a storage offset cannot be copied.
         parameter.grad = make_dtensor(
             part.clone().view(piece.shape), replace_placement(spec, dim, Replicate(), part.dtype)
         )

@@ -24,7 +24,7 @@ _LOSSES = {
     "jnp.sqrt(((y - t) ** 2).sum(-1) + 0.1).mean()": 1,
 }
 WRAPPERS = {"": 16, "remat": 2, "scan": 3, "experts": 2, "each": 2}
-"""Wrappers of a layer, with their weights.
+"""Wrappers of a layer, with how often each is drawn.
 
 `scan` and `experts` stack the weights of several layers. `each` calls the layer for each element of an axis.
 """
@@ -40,10 +40,10 @@ class LibrarySyntax:
     """
 
     layers: LayerKinds
-    containers: Mapping[str, int]  # weights in the draw by kind of container
+    containers: Mapping[str, int]  # kinds, with how often each is drawn
     weight: tuple[str, str]  # expressions of a weight from `scale` and `shape`, and of its value `{}`
     frozen: tuple[str, str]  # the same two expressions of a weight that is not trained
-    constants: Mapping[str, int]  # weights in the draw by expression of a constant
+    constants: Mapping[str, int]  # expressions of a constant, with how often each is drawn
     linear: tuple[Contents, str]  # contents of a linear layer from `features` to `width`, and its call
     embeddings: Sequence[tuple[Contents, str, str]]  # contents, calls, and logits; empty: no logits
     stacked: str  # stack of a `number` of modules, each `made` by an expression
@@ -100,7 +100,7 @@ class JaxBuilder(ModelBuilder):
         return self._append_line(f'jnp.einsum("e...w,...e->...w", {experts}, jax.nn.softmax({gate}))', after)
 
     def _draw_layer(self, shape: Shape) -> tuple[str, LayerCode]:
-        """Draw a layer that accepts an input shape."""
+        """Return the kind and the code of a random layer that accepts an input shape."""
         weights = {kind: weight for kind, (ranks, weight, _) in self._kinds.items() if len(shape) in ranks}
 
         def draw_small_layer(kind: str) -> LayerCode | None:
@@ -112,7 +112,7 @@ class JaxBuilder(ModelBuilder):
     def _append_layer(
         self, kind: str, wrapper: str, code: LayerCode, value: str, *, number: int = 0, axis: int = 0
     ) -> str:
-        """Add a layer and its line. `number` is that of stacked layers, or 0, and `axis` that of the wrapper `each`."""
+        """Add a layer, of which `number` are stacked unless it is 0. Return the variable of its result."""
         call, contents, shape = code
         accesses = self._add_contents(contents, number)
         if wrapper:
@@ -145,7 +145,7 @@ class JaxBuilder(ModelBuilder):
             items[key] = self._fill_with_key(
                 weight, scale=scale, shape=(num_stacked, *item) if num_stacked else item
             )
-            is_frozen = False  # at most the first weight of a layer
+            is_frozen = False  # freeze at most the first weight of a layer
         owners = dict.fromkeys(items, accesses["h"])
         self._contents[name], *others = items.values()
         if others or self.choices.is_one_in(2):
@@ -183,34 +183,34 @@ class JaxBuilder(ModelBuilder):
         return self._append_line(call, shape, ("table",))
 
     def add_output(self, value: str) -> None:
-        """Add an output for each place or for all places."""
-        *places, width = self.shapes[value]
-        if self._embedding and len(places) == 1 and not self.choices.is_one_in(3):
+        """Add an output that keeps the spatial axes of a value, or merges them."""
+        *spatial, width = self.shapes[value]
+        if self._embedding and len(spatial) == 1 and not self.choices.is_one_in(3):
             logits, vocabulary, needed = self._embedding
             value = value if width == needed else self.add_linear(value, needed)
-            value = self._append_line(_fill_names(logits, {"x": value}), (*places, vocabulary))
-            self.outputs.append(ModelValue(value, tuple(places), vocabulary, _CLASSES))
+            value = self._append_line(_fill_names(logits, {"x": value}), (*spatial, vocabulary))
+            self.outputs.append(ModelValue(value, tuple(spatial), vocabulary, _CLASSES))
             return
-        if places and not self.choices.is_one_in(3):
-            value = self._merge_place_axes(value)
+        if spatial and not self.choices.is_one_in(3):
+            value = self._flatten_or_reduce_to_features(value)
         loss, width = self.choices.pick_weighted(_LOSSES), self.choices.pick_weighted(WIDTHS)
         value = self.add_linear(value, width)
-        *places, _ = shape = self.shapes[value]
+        *spatial, _ = shape = self.shapes[value]
         has_classes = loss == _CLASSES
         self.outputs.append(
-            ModelValue(value, tuple(places), width, loss)
+            ModelValue(value, tuple(spatial), width, loss)
             if has_classes
             else ModelValue(value, shape, loss=loss)
         )
 
     def add_linear(self, value: str, width: int) -> str:
         """Add a linear layer without an activation."""
-        *places, features = self.shapes[value]
+        *spatial, features = self.shapes[value]
         contents, call = self._library.linear
-        code = call, _set_contents_sizes(contents, features, width), (*places, width)
+        code = call, _set_contents_sizes(contents, features, width), (*spatial, width)
         return self._append_layer("linear", "", code, value)
 
-    def _merge_place_axes(self, value: str) -> str:
+    def _flatten_or_reduce_to_features(self, value: str) -> str:
         """Flatten or reduce all axes of a value to one axis of features, and return the variable of the result."""
         shape = self.shapes[value]
         if math.prod(shape) <= 256 and self.choices.is_one_in(2):
@@ -235,10 +235,10 @@ class JaxBuilder(ModelBuilder):
         return self._append_line(second, shape)
 
     def join_input(self, value: str, other: str) -> str:
-        """Concatenate, add, or multiply a value with one of another input."""
+        """Concatenate, add, or multiply a value with a value of another input. Return the result's variable."""
         shape = self.shapes[value]
         if len(self.shapes[other]) > 1:
-            other = self._merge_place_axes(other)
+            other = self._flatten_or_reduce_to_features(other)
         other = self.add_linear(other, shape[-1])
         if len(shape) == 1 and self.choices.is_one_in(2):
             return self._append_line(f"jnp.concatenate([{value}, {other}], -1)", (2 * shape[-1],))

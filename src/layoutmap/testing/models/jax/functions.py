@@ -21,7 +21,7 @@ LayerCode = tuple[str, Contents, Shape]
 In the expression, `{x}` stands for the input batch, `{h}` for the contents, and `{w}` for the weight `w`.
 """
 LayerKinds = Mapping[str, tuple[Collection[int], int, Callable[[Choices, Shape], LayerCode]]]
-"""Kinds of layers: the accepted ranks, the weight, and the function that draws the layer for an input shape."""
+"""Kinds of layers: the accepted ranks, how often one is drawn, and the function that draws one for an input shape."""
 
 HELPERS = {
     "normalize": """\
@@ -85,19 +85,19 @@ _ACTIVATIONS = (
 
 
 def draw_activation(choices: Choices, call: str) -> str:
-    """Return an expression with a random activation applied to it, or without one."""
+    """Return `call`, usually inside a random activation."""
     return choices.pick(*_ACTIVATIONS).format(call)
 
 
 def draw_conv_options(choices: Choices, space: Shape, width: int) -> tuple[dict[str, Any], Shape]:
-    """Draw the options of a convolution. Returns them by name, and the output shape with features last."""
+    """Return random options of a convolution by name, and its output shape, in which features are the last axis."""
     sizes = tuple(choices.pick_weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
     strides, dilation = (tuple(choices.pick_weighted({1: 3, 2: 1}) for _ in space) for _ in range(2))
-    is_valid, places = draw_padding(choices, space, sizes, strides, dilation)
+    is_valid, spatial = draw_padding(choices, space, sizes, strides, dilation)
     filters = choices.pick_weighted(WIDTHS)
     groups = choices.pick(*find_divisors(width, filters)) if choices.is_one_in(2) else 1
     options = {"filters": filters, "sizes": sizes, "strides": strides, "dilation": dilation, "groups": groups}
-    return {**options, "padding": "VALID" if is_valid else "SAME"}, (*places, filters)
+    return {**options, "padding": "VALID" if is_valid else "SAME"}, (*spatial, filters)
 
 
 # -- layers with weights
@@ -110,7 +110,7 @@ def _draw_dense(choices: Choices, shape: Shape) -> LayerCode:
 
 
 def _draw_products(choices: Choices, shape: Shape) -> LayerCode:
-    *places, width = shape
+    *spatial, width = shape
     inner, after = choices.pick_weighted(WIDTHS), choices.pick_weighted(WIDTHS)
     call, contents = choices.pick(
         ("{x} @ {a} @ {b}", {"a": (width, 2), "b": (2, after)}),
@@ -120,7 +120,7 @@ def _draw_products(choices: Choices, shape: Shape) -> LayerCode:
             {"gate": (width, inner), "up": (width, inner), "down": (inner, after)},
         ),
     )
-    return call, contents, (*places, after)
+    return call, contents, (*spatial, after)
 
 
 def _draw_einsum(choices: Choices, shape: Shape) -> LayerCode:
@@ -215,11 +215,11 @@ def _draw_slice(choices: Choices, shape: Shape) -> LayerCode:
 
 
 def _draw_reshape(choices: Choices, shape: Shape) -> LayerCode:
-    """Draw a split of the features axis, a flattening of all axes or of all but it, or a swap of two axes."""
-    *places, width = shape
+    """Draw a layer that splits the last axis, flattens all axes or all but the last one, or swaps two axes."""
+    *spatial, width = shape
     size, axis = math.gcd(4, width), _draw_axis(choices, shape)
     swapped = _resize_axis(_resize_axis(shape, axis, width), len(shape), shape[axis - 1])
-    afters = [(*places, width // size, size), (math.prod(shape),), (math.prod(places), width)]
+    afters = [(*spatial, width // size, size), (math.prod(shape),), (math.prod(spatial), width)]
     calls = [(f"{{x}}.reshape(-1, {', '.join(map(str, after))})", after) for after in afters]
     call, after = choices.pick(*calls, (f"{{x}}.swapaxes({axis}, -1)", swapped))
     return call, {}, after
@@ -246,7 +246,7 @@ def _draw_outer_product(choices: Choices, shape: Shape) -> LayerCode:
 
 
 def _draw_axis(choices: Choices, shape: Shape) -> int:
-    """Draw an axis other than the batch axis, counted with it. The last axis is the simplest choice."""
+    """Return a random axis other than the batch axis, which is axis 0. The last axis is the simplest choice."""
     return len(shape) - choices.draw_below(len(shape))
 
 
@@ -256,17 +256,17 @@ def _write_leading_colons(axis: int) -> str:
 
 
 def _resize_axis(shape: Shape, axis: int, size: int) -> Shape:
-    """Return a shape without the batch axis where `axis`, counted with the batch axis, has another size."""
+    """Return a shape with a new size for an axis. The shape has no batch axis, but `axis` counts it as axis 0."""
     return (*shape[: axis - 1], size, *shape[axis:])
 
 
-ANY, PLACES = range(1, 5), range(2, 5)
+ANY, SPATIAL = range(1, 5), range(2, 5)
 FUNCTIONS: LayerKinds = {
     "dense": (ANY, 10, _draw_dense),
     "einsum": (range(1, 4), 5, _draw_einsum),
     "products": (ANY, 5, _draw_products),
     "scaled": (
-        PLACES,
+        SPATIAL,
         6,
         _make_call_drawer(
             "{x} * (1 + {s})",
@@ -277,12 +277,12 @@ FUNCTIONS: LayerKinds = {
             "jax.nn.log_softmax({x} * {s}, {axis})",
         ),
     ),
-    "convolution": (PLACES, 8, _draw_convolution),
-    "pooling": (PLACES, 3, _draw_pooling),
+    "convolution": (SPATIAL, 8, _draw_convolution),
+    "pooling": (SPATIAL, 3, _draw_pooling),
     "attention": ((2,), 6, _draw_attention),
     "recurrent": ((2,), 4, _draw_recurrent),
     "square": (
-        PLACES,
+        SPATIAL,
         3,
         _make_call_drawer(
             "jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ {w}), {x})",
@@ -303,9 +303,9 @@ FUNCTIONS: LayerKinds = {
             "jnp.fft.fft({x}, axis={axis}).real / {size}",
         ),
     ),
-    "reduced": (PLACES, 3, _draw_reduction),
+    "reduced": (SPATIAL, 3, _draw_reduction),
     "gathered": (ANY, 3, _draw_lookup),
-    "segments": (PLACES, 3, _draw_segment_sum),
+    "segments": (SPATIAL, 3, _draw_segment_sum),
     "sliced": (ANY, 5, _draw_slice),
     "reshaped": (ANY, 4, _draw_reshape),
     "outer": (range(1, 3), 1, _draw_outer_product),

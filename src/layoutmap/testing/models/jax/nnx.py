@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.drawing import JaxBuilder, LibrarySyntax
-from layoutmap.testing.models.jax.functions import ANY, PLACES, LayerCode, draw_activation, draw_conv_options
+from layoutmap.testing.models.jax.functions import ANY, SPATIAL, LayerCode, draw_activation, draw_conv_options
 from layoutmap.testing.models.jax.model import Container, Model, write_indented_block
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, find_divisors
@@ -206,7 +206,7 @@ def _draw_recurrent(choices: Choices, shape: Shape) -> LayerCode:
 
 def _draw_composite(choices: Choices, shape: Shape) -> LayerCode:
     """Draw a module that contains other modules."""
-    *places, width = shape
+    *spatial, width = shape
     inner, after, linear = (
         choices.pick_weighted(WIDTHS),
         choices.pick_weighted(WIDTHS),
@@ -219,7 +219,7 @@ def _draw_composite(choices: Choices, shape: Shape) -> LayerCode:
         (f"nnx.LoRALinear({width}, {after}, lora_rank=2, rngs=rngs)", after),
         (f"nnx.LoRA({width}, 4, {after}, base_module={linear(width, after)}, rngs=rngs)", after),
     )
-    return "{h}({x})", module, (*places, after)
+    return "{h}({x})", module, (*spatial, after)
 
 
 def _make_module_drawer(module: str) -> Callable[[Choices, Shape], LayerCode]:
@@ -233,8 +233,8 @@ _LIBRARY = LibrarySyntax(
         "LinearGeneral": (range(1, 4), 5, _draw_general_linear),
         "norm": (ANY, 6, _draw_norm),
         "BatchNorm": (ANY, 5, _make_module_drawer("nnx.BatchNorm({width}, momentum=0.9, rngs=rngs)")),
-        "Conv": (PLACES, 10, _draw_convolution),
-        "ConvTranspose": (PLACES, 3, _draw_transposed_convolution),
+        "Conv": (SPATIAL, 10, _draw_convolution),
+        "ConvTranspose": (SPATIAL, 3, _draw_transposed_convolution),
         "MultiHeadAttention": ((2,), 7, _draw_attention),
         "RNN": ((2,), 7, _draw_recurrent),
         "Dropout": (ANY, 4, _make_module_drawer("nnx.Dropout(0.25, rngs=rngs)")),

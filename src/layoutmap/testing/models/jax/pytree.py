@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.drawing import WRAPPERS, JaxBuilder, LibrarySyntax
-from layoutmap.testing.models.jax.functions import ANY, PLACES, LayerCode, draw_conv_options
+from layoutmap.testing.models.jax.functions import ANY, SPATIAL, LayerCode, draw_conv_options
 from layoutmap.testing.models.jax.model import CAST, Model, write_indented_block
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, find_divisors
@@ -76,7 +76,7 @@ def draw_model(choices: Choices) -> Pytree:
     return Pytree(inputs, parts, contents, outputs, choices.is_one_in(8))
 
 
-# -- modules of Equinox, which take one row without places
+# -- modules of Equinox, which take one element of a batch
 
 
 def _make_equinox_code(module: str, num_axes: int, output_shape: Shape) -> LayerCode:
@@ -107,10 +107,12 @@ def _draw_eqx_norm(choices: Choices, shape: Shape) -> LayerCode:
 
 
 def _draw_eqx_convolution(choices: Choices, shape: Shape) -> LayerCode:
-    width, *space = shape  # Equinox expects features before places
-    options, (*places, filters) = draw_conv_options(choices, tuple(space), width)
+    width, *space = shape  # Equinox expects features first
+    options, (*spatial, filters) = draw_conv_options(choices, tuple(space), width)
     module = "{filters}, {sizes}, {strides}, {padding!r}, {dilation}, {groups}, key=key".format(**options)
-    return _make_equinox_code(f"eqx.nn.Conv({len(space)}, {width}, {module}({{key}}))", 1, (filters, *places))
+    return _make_equinox_code(
+        f"eqx.nn.Conv({len(space)}, {width}, {module}({{key}}))", 1, (filters, *spatial)
+    )
 
 
 def _draw_eqx_attention(choices: Choices, shape: Shape) -> LayerCode:
@@ -171,12 +173,12 @@ _LIBRARY = LibrarySyntax(
         "eqx.Linear": (ANY, 4, _draw_eqx_linear),
         "eqx.MLP": (ANY, 3, _draw_eqx_mlp),
         "eqx norm": (ANY, 3, _draw_eqx_norm),
-        "eqx.Conv": (PLACES, 6, _draw_eqx_convolution),
+        "eqx.Conv": (SPATIAL, 6, _draw_eqx_convolution),
         "eqx.MultiheadAttention": ((2,), 4, _draw_eqx_attention),
         "eqx.GRUCell": ((2,), 3, _draw_eqx_cell),
         "linen.Dense": (range(1, 4), 4, _draw_linen_dense),
         "linen norm": (ANY, 3, _draw_linen_norm),
-        "linen.Conv": (PLACES, 6, _draw_linen_convolution),
+        "linen.Conv": (SPATIAL, 6, _draw_linen_convolution),
         "linen of sequences": ((2,), 6, _draw_linen_sequence),
     },
     containers={"dict": 4, "list": 2, "tuple": 1, "namedtuple": 1, "dataclass": 2},
@@ -201,5 +203,7 @@ _LIBRARY = LibrarySyntax(
         "experts": "jax.vmap(lambda p, x: {call}, (0, None))({h}, {x})",
         "each": "jax.vmap(lambda p, x: {call}, (None, {axis}), 1)({h}, {x})",
     },
-    unsupported=dict.fromkeys(WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")),  # contain functions
+    unsupported=dict.fromkeys(
+        WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")
+    ),  # they contain functions, which JAX cannot map over
 )

@@ -115,8 +115,8 @@ class _KerasBuilder(ModelBuilder):
             self.outputs.append(ModelValue(value, shape[:1], vocabulary))
             return
         if len(shape) > 1 and not choices.is_one_in(3):
-            value = self._merge_places_into_features(value)
-        *places, width = shape = (*self.shapes[value][:-1], choices.pick_weighted(WIDTHS))
+            value = self._add_flatten_or_global_pooling(value)
+        *spatial, width = shape = (*self.shapes[value][:-1], choices.pick_weighted(WIDTHS))
         name = f"l{len(self.layers)}"
         self.layers[name] = DrawnLayer(
             "Dense", (("units", width),), name
@@ -124,11 +124,11 @@ class _KerasBuilder(ModelBuilder):
         value, loss = self._add_call(name, shape, value), choices.pick_weighted(_LOSSES)
         has_classes = loss == "classes"
         self.outputs.append(
-            ModelValue(value, tuple(places), width) if has_classes else ModelValue(value, shape, loss=loss)
+            ModelValue(value, tuple(spatial), width) if has_classes else ModelValue(value, shape, loss=loss)
         )
 
-    def _merge_places_into_features(self, value: str) -> str:
-        """Add a layer that flattens or pools all axes to one axis of features."""
+    def _add_flatten_or_global_pooling(self, value: str) -> str:
+        """Flatten or pool all axes of a value to one axis of features. Return the variable of the result."""
         shape = self.shapes[value]
         if math.prod(shape) <= 512 and self.choices.is_one_in(2):
             return self._add_layer_and_call("Flatten", {}, (math.prod(shape),), value)
@@ -160,7 +160,7 @@ class _KerasBuilder(ModelBuilder):
                 other = self.add_linear(other, shape[-1])
             return self._add_layer_and_call(kind, KINDS[kind][2](self.choices, shape)[0], shape, value, other)
         if len(self.shapes[other]) > 1:
-            other = self._merge_places_into_features(other)
+            other = self._add_flatten_or_global_pooling(other)
         other = self.add_linear(other, shape[-1])
         if len(shape) == 1 and self.choices.is_one_in(2):
             return self._add_layer_and_call("Concatenate", {}, (2 * shape[-1],), value, other)

@@ -1,6 +1,6 @@
 """Draw the options of each kind of Keras layer.
 
-Most widths and heads are multiples of 4 or 8, so that most axes divide over the dims of a mesh.
+Most widths and heads are multiples of 4 or 8, so that the dims of a mesh divide most axes.
 """
 
 from __future__ import annotations
@@ -63,40 +63,40 @@ def _draw_layer_norm_options(choices: Choices, shape: Shape) -> tuple[Options, S
 def _draw_window_options(
     choices: Choices, space: Shape, *, allow_dilation: bool = True, same_stride: bool = False
 ) -> tuple[Options, Shape]:
-    """Draw sizes, strides, and padding of windows. Keras does not allow dilation together with strides."""
+    """Return random options of windows, and the output's spatial shape. Keras cannot combine dilation and strides."""
     sizes = tuple(choices.pick_weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
     steps = tuple(choices.pick_weighted({1: 3, 2: 2}) for _ in space)
     steps, ones = steps[:1] * len(space) if same_stride else steps, (1,) * len(space)
     strides, dilation = (ones, steps) if allow_dilation and choices.is_one_in(3) else (steps, ones)
-    is_valid, places = draw_padding(choices, space, sizes, strides, dilation)
+    is_valid, spatial = draw_padding(choices, space, sizes, strides, dilation)
     options: Options = {"strides": strides, "padding": "valid" if is_valid else "same"}
     return {
         "kernel_size": sizes,
         **options,
         **({"dilation_rate": dilation} if allow_dilation else {}),
-    }, places
+    }, spatial
 
 
 def _draw_convolution_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _draw_window_options(choices, shape[:-1])
-    if len(places) == 1 and options["padding"] == "same" and choices.is_one_in(3):
+    options, spatial = _draw_window_options(choices, shape[:-1])
+    if len(spatial) == 1 and options["padding"] == "same" and choices.is_one_in(3):
         options["padding"] = "causal"
     filters, activation = choices.pick_weighted(WIDTHS), choices.pick(*_ACTIVATIONS)
     groups = choices.pick(*find_divisors(shape[-1], filters)) if choices.is_one_in(2) else 1
     options |= {"groups": groups, "activation": activation, **dict(choices.pick_weighted(_KERNEL_OPTIONS))}
-    return {"filters": filters, **options}, (*places, filters)
+    return {"filters": filters, **options}, (*spatial, filters)
 
 
 def _draw_depthwise_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _draw_window_options(choices, shape[:-1], same_stride=True)
+    options, spatial = _draw_window_options(choices, shape[:-1], same_stride=True)
     multiplier = choices.pick(1, 1, 2)
-    return {**options, "depth_multiplier": multiplier}, (*places, multiplier * shape[-1])
+    return {**options, "depth_multiplier": multiplier}, (*spatial, multiplier * shape[-1])
 
 
 def _draw_separable_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, (*places, _) = _draw_depthwise_options(choices, shape)
+    options, (*spatial, _) = _draw_depthwise_options(choices, shape)
     filters = choices.pick_weighted(WIDTHS)
-    return {"filters": filters, **options}, (*places, filters)
+    return {"filters": filters, **options}, (*spatial, filters)
 
 
 def _draw_transposed_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
@@ -106,10 +106,10 @@ def _draw_transposed_options(choices: Choices, shape: Shape) -> tuple[Options, S
 
 
 def _draw_pooling_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, places = _draw_window_options(choices, shape[:-1], allow_dilation=False)
+    options, spatial = _draw_window_options(choices, shape[:-1], allow_dilation=False)
     # In 3D, Keras on PyTorch cannot average over a window that is larger than the input.
     size = tuple(map(min, options.pop("kernel_size"), shape))
-    return {"pool_size": size, **options}, (*places, shape[-1])
+    return {"pool_size": size, **options}, (*spatial, shape[-1])
 
 
 # -- layers of sequences
@@ -122,12 +122,12 @@ def _draw_recurrent_options(choices: Choices, shape: Shape) -> tuple[Options, Sh
 
 
 def _draw_bidirectional_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    options, (*places, units) = _draw_recurrent_options(choices, shape)
+    options, (*spatial, units) = _draw_recurrent_options(choices, shape)
     options["go_backwards"] = False
     layer = DrawnLayer(choices.pick("LSTM", "GRU", "SimpleRNN"), tuple(options.items()))
     merge_mode = choices.pick("concat", "sum")
     return {"layer": layer, "merge_mode": merge_mode}, (
-        *places,
+        *spatial,
         2 * units if merge_mode == "concat" else units,
     )
 
@@ -145,18 +145,18 @@ def _draw_grouped_attention_options(choices: Choices, shape: Shape) -> tuple[Opt
 
 
 def _draw_reshape_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    """Flatten places into one axis, or split features into two axes."""
-    *places, width = shape
+    """Return options and output shape of a `Reshape` that flattens all axes but the last, or splits the last."""
+    *spatial, width = shape
     size = math.gcd(4, width)
-    after = (math.prod(places), width) if len(places) > 1 else (*places, width // size, size)
+    after = (math.prod(spatial), width) if len(spatial) > 1 else (*spatial, width // size, size)
     return {"target_shape": after}, after
 
 
-_ANY, _PLACES = range(1, 5), range(2, 5)
+_ANY, _SPATIAL = range(1, 5), range(2, 5)
 ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")  # layers that take a query and a value
 RECURRENT = ("LSTM", "GRU", "SimpleRNN", "Bidirectional")
 KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
-    # kind: (accepted ranks, weight, function that draws options). A `*` stands for the number of place axes.
+    # kind: (accepted ranks, frequency, function that draws options). A `*` stands for the number of spatial axes.
     "Dense": (_ANY, 10, _draw_dense_options),
     "EinsumDense": (range(1, 4), 5, _draw_einsum_dense_options),
     "Scale": (_ANY, 2, lambda choices, shape: ({}, shape)),
@@ -171,16 +171,16 @@ KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
         3,
         lambda choices, shape: ({"groups": choices.pick(*find_divisors(shape[-1]))}, shape),
     ),
-    "Conv*D": (_PLACES, 12, _draw_convolution_options),
+    "Conv*D": (_SPATIAL, 12, _draw_convolution_options),
     "DepthwiseConv*D": (range(2, 4), 8, _draw_depthwise_options),
     "SeparableConv*D": (range(2, 4), 6, _draw_separable_options),
-    "Conv*DTranspose": (_PLACES, 3, _draw_transposed_options),
-    "MaxPooling*D": (_PLACES, 4, _draw_pooling_options),
-    "AveragePooling*D": (_PLACES, 3, _draw_pooling_options),
-    "GlobalAveragePooling*D": (_PLACES, 1, lambda choices, shape: ({}, shape[-1:])),
-    "GlobalMaxPooling*D": (_PLACES, 1, lambda choices, shape: ({}, shape[-1:])),
+    "Conv*DTranspose": (_SPATIAL, 3, _draw_transposed_options),
+    "MaxPooling*D": (_SPATIAL, 4, _draw_pooling_options),
+    "AveragePooling*D": (_SPATIAL, 3, _draw_pooling_options),
+    "GlobalAveragePooling*D": (_SPATIAL, 1, lambda choices, shape: ({}, shape[-1:])),
+    "GlobalMaxPooling*D": (_SPATIAL, 1, lambda choices, shape: ({}, shape[-1:])),
     "UpSampling*D": (
-        _PLACES,
+        _SPATIAL,
         1,
         lambda choices, shape: ({"size": 2}, (*(2 * n for n in shape[:-1]), shape[-1])),
     ),
@@ -188,10 +188,10 @@ KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
     "GRU": ((2,), 4, _draw_recurrent_options),
     "SimpleRNN": ((2,), 3, _draw_recurrent_options),
     "Bidirectional": ((2,), 4, _draw_bidirectional_options),
-    "TimeDistributed": (_PLACES, 2, _draw_dense_wrapper_options),
+    "TimeDistributed": (_SPATIAL, 2, _draw_dense_wrapper_options),
     "MultiHeadAttention": ((2,), 8, _draw_attention_options),
     "GroupQueryAttention": ((2,), 7, _draw_grouped_attention_options),
-    "Flatten": (_PLACES, 1, lambda choices, shape: ({}, (math.prod(shape),))),
+    "Flatten": (_SPATIAL, 1, lambda choices, shape: ({}, (math.prod(shape),))),
     "Reshape": (_ANY, 3, _draw_reshape_options),
     "RepeatVector": ((1,), 2, lambda choices, shape: ({"n": 4}, (4, *shape))),
 }

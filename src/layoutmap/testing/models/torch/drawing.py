@@ -17,7 +17,7 @@ from layoutmap.testing.models.values import WIDTHS, ModelValue
 
 _INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
 _STYLES = {"attributes": 5, "list": 1, "dict": 1}
-_LOSSES = {  # losses of an output `o` and targets `t`, with their weights
+_LOSSES = {  # expressions of the loss of an output `o` and targets `t`, with how often each is drawn
     "F.mse_loss(o, t)": 2,
     "F.cross_entropy(o, t.softmax(-1))": 2,
     "classes": 4,
@@ -84,7 +84,7 @@ def draw_model(choices: Choices) -> Model:
 class _TorchBuilder(ModelBuilder):
     """Builder of a torch model, or of a class inside of one. In a chain, each layer is a module."""
 
-    favorite_weight = 30
+    favorite_frequency = 30
 
     def __init__(
         self, choices: Choices, favorites: list[str], *, is_chain: bool = False, is_block: bool = False
@@ -140,8 +140,8 @@ class _TorchBuilder(ModelBuilder):
         return self._append_part(f"{kind} {wrapper}", (module, use, shape), value, *setup)
 
     def add_linear(self, value: str, width: int) -> str:
-        *places, before = self.shapes[value]
-        return self._append_part("Linear", (f"nn.Linear({before}, {width})", CALL, (*places, width)), value)
+        *spatial, before = self.shapes[value]
+        return self._append_part("Linear", (f"nn.Linear({before}, {width})", CALL, (*spatial, width)), value)
 
     # -- inputs and outputs
 
@@ -150,13 +150,13 @@ class _TorchBuilder(ModelBuilder):
         width, vocabulary = choices.pick_weighted(WIDTHS), choices.pick(32, 64, 30)
         sides = (4, 2) if kind == "volume" else (8, 4, 6) if kind == "image" else (8, 8, 4, 6, 12)
         num_axes = {"vector": 0, "image": 2, "volume": 3}.get(kind, 1)
-        places = tuple(choices.pick(*sides) for _ in range(num_axes))
-        shape = (min(width, 8), *places) if num_axes > 1 else (*places, width)
+        spatial = tuple(choices.pick(*sides) for _ in range(num_axes))
+        shape = (min(width, 8), *spatial) if num_axes > 1 else (*spatial, width)
         if kind not in ("tokens", "bag"):
             self.inputs.append(ModelValue(self.create_variable_name(shape), shape))
             return self.inputs[-1].name
-        value = self.create_variable_name(places)
-        self.inputs.append(ModelValue(value, places, vocabulary))
+        value = self.create_variable_name(spatial)
+        self.inputs.append(ModelValue(value, spatial, vocabulary))
         if kind == "bag":
             module = f"nn.EmbeddingBag({vocabulary}, {width}, mode='{choices.pick('mean', 'sum', 'max')}')"
             return self._append_varied_part("EmbeddingBag", (module, CALL, (width,)), value)
@@ -166,26 +166,26 @@ class _TorchBuilder(ModelBuilder):
         self._embedding = self.parts[-1].name, vocabulary, width
         if self.is_chain or not choices.is_one_in(3):
             return result
-        positions = f"nn.Parameter(torch.randn({places[0] + 4}, {width}) * 0.1)"
-        return self._append_part("positions", (positions, f"{{x}} + {{m}}[:{places[0]}]", shape), result)
+        positions = f"nn.Parameter(torch.randn({spatial[0] + 4}, {width}) * 0.1)"
+        return self._append_part("positions", (positions, f"{{x}} + {{m}}[:{spatial[0]}]", shape), result)
 
     def add_output(self, value: str) -> None:
-        choices, places = self.choices, self.shapes[value][:-1]
-        if self._embedding and len(places) == 1 and not self.is_chain and not choices.is_one_in(3):
+        choices, spatial = self.choices, self.shapes[value][:-1]
+        if self._embedding and len(spatial) == 1 and not self.is_chain and not choices.is_one_in(3):
             value, loss = self._add_tied_output(value, *self._embedding), "classes"
         else:
-            if places and (len(places) > 2 or not choices.is_one_in(3)):
-                value = self._merge_place_axes(value)
+            if spatial and (len(spatial) > 2 or not choices.is_one_in(3)):
+                value = self._flatten_or_reduce_to_features(value)
             value = self.add_linear(value, choices.pick_weighted(WIDTHS))
             loss = choices.pick_weighted(_LOSSES)
-        *places, width = shape = self.shapes[value]
+        *spatial, width = shape = self.shapes[value]
         if loss != "classes":
             self.outputs.append(ModelValue(value, shape, loss=loss))
             return
         loss = choices.pick_weighted(_CLASS_LOSSES)
-        if places:
+        if spatial:
             loss = loss.replace("(o,", "(o.flatten(0, -2),").replace(" t", " t.flatten()")
-        self.outputs.append(ModelValue(value, tuple(places), width, loss))
+        self.outputs.append(ModelValue(value, tuple(spatial), width, loss))
 
     def _add_tied_output(self, value: str, embedding: str, vocabulary: int, width: int) -> str:
         """Add logits that use the weight of an embedding, and return their variable."""
@@ -198,7 +198,7 @@ class _TorchBuilder(ModelBuilder):
             "tied", (module, CALL, shape), value, f"{{m}}.weight = {{{embedding}}}.weight"
         )
 
-    def _merge_place_axes(self, value: str) -> str:
+    def _flatten_or_reduce_to_features(self, value: str) -> str:
         """Flatten or reduce all axes of a value to one axis of features, and return the variable of the result."""
         shape = self.shapes[value]
         if not self.is_chain and (math.prod(shape) > 256 or self.choices.is_one_in(2)):
@@ -216,8 +216,8 @@ class _TorchBuilder(ModelBuilder):
 
     # -- parts
 
-    def get_part_weights(self) -> dict[Callable[[str], str], int]:
-        weights = super().get_part_weights()
+    def get_part_frequencies(self) -> dict[Callable[[str], str], int]:
+        weights = super().get_part_frequencies()
         joined, output = (weights.pop(add) for add in (self.add_and_join_input, self.add_second_output))
         weights[self._add_class_instances] = 2
         if not self.is_block:
@@ -284,7 +284,7 @@ class _TorchBuilder(ModelBuilder):
             return self._append_part(
                 "attended", draw_attention(choices, shape, other, self.shapes[other]), value
             )
-        other = self._merge_place_axes(other) if len(self.shapes[other]) > 1 else other
+        other = self._flatten_or_reduce_to_features(other) if len(self.shapes[other]) > 1 else other
         (width,) = self.shapes[other]
         if len(shape) == 1 and choices.is_one_in(2):
             joined = "", f"torch.cat([{{x}}, {other}], -1)", (shape[0] + width,)

@@ -31,14 +31,14 @@ computes the result, and further lines change it.
 ShapeRule = Callable[[Shape, Mapping[str, Any]], Shape | None]
 """Function from an input shape and the values drawn for a line to the output shape, or None for a rejected shape."""
 LayerKind = tuple[Collection[int], int, dict[ShapeRule, str] | Callable[[Choices, Shape], DrawnLayer]]
-"""Accepted ranks, weight in the draw, and either lines by the rule of their output shape, or a function.
+"""Accepted ranks, how often the kind is drawn, and either lines by the rule of their output shape, or a function.
 
 A line is `module -> use`, or one of both. Names in braces are keys of `_PLACEHOLDERS`.
 """
 
 
 def _write_matrix(choices: Choices, shape: Shape) -> str:
-    """Draw the expression of a weight matrix, of an initializer that keeps the scale of the values."""
+    """Return the expression of a weight matrix with a random initializer that keeps the scale of the values."""
     size, scale = "(W, Z)", round(shape[-1] ** -0.5, 2)
     values = choices.pick(
         f"torch.randn{size} * {scale}",
@@ -59,7 +59,7 @@ _PLACEHOLDERS: dict[str, Callable[[Choices, Shape], Any]] = {
     "h": lambda choices, s: s[-1] // 2,
     "r": lambda choices, s: s[-1] - s[-1] // 2,
     "d": lambda choices, s: math.gcd(4, s[-1]),
-    "n": lambda choices, s: max(1, len(s) - 1),  # the number of axes of places
+    "n": lambda choices, s: max(1, len(s) - 1),  # the number of spatial axes
     "p": lambda choices, s: ", ".join(map(str, s[:-1])),
     "rest": lambda choices, s: ", ".join(map(str, s[1:])),
     "all": lambda choices, s: ", ".join("-1" for _ in s),
@@ -104,7 +104,7 @@ def _make_first_axis_rule(resize: Callable[[int], int]) -> ShapeRule:
     return lambda shape, drawn: (resize(shape[0]), *shape[1:]) if resize(shape[0]) else None
 
 
-_ANY, _PLACES, _SEQUENCE = range(1, 5), range(2, 5), (2,)
+_ANY, _SPATIAL, _SEQUENCE = range(1, 5), range(2, 5), (2,)
 # Layers are lines of source, not classes, so that they are short, and a failing case prints them (decisions/0140).
 KINDS: dict[str, LayerKind] = {
     "Linear": (_ANY, 12, {_replace_width: "nn.Linear({w}, {z}{bias})"}),
@@ -146,7 +146,7 @@ KINDS: dict[str, LayerKind] = {
         nn.BatchNorm{n}d({f}, eps=1e-3, momentum=0.3)
         nn.BatchNorm{n}d({f}, eps=1e-3, affine=False)
         nn.BatchNorm{n}d({f}, eps=1e-3, track_running_stats=False)"""}),
-    "InstanceNorm": (_PLACES, 4, {lambda s, d: s if math.prod(s[1:]) > 1 else None: """
+    "InstanceNorm": (_SPATIAL, 4, {lambda s, d: s if math.prod(s[1:]) > 1 else None: """
         nn.InstanceNorm{n}d({f}, eps=1e-3, affine=True)
         nn.InstanceNorm{n}d({f}, eps=1e-3)
         nn.InstanceNorm{n}d({f}, eps=1e-3, affine=True, track_running_stats=True)"""}),
@@ -155,19 +155,19 @@ KINDS: dict[str, LayerKind] = {
         nn.Dropout(0.25)
         nn.AlphaDropout(0.25)
         F.dropout({x}, 0.25, self.training)""", lambda s, d: s if len(s) > 1 else None: "nn.Dropout{n}d(0.25)"}),
-    "Conv": (_PLACES, 14, draw_convolution),
-    "ConvTranspose": (_PLACES, 5, draw_transposed_convolution),
-    "Pooling": (_PLACES, 5, draw_pooling),
-    "AdaptivePooling": (_PLACES, 4, {lambda s, d: (s[0], *(1 for _ in s[1:])): """
+    "Conv": (_SPATIAL, 14, draw_convolution),
+    "ConvTranspose": (_SPATIAL, 5, draw_transposed_convolution),
+    "Pooling": (_SPATIAL, 5, draw_pooling),
+    "AdaptivePooling": (_SPATIAL, 4, {lambda s, d: (s[0], *(1 for _ in s[1:])): """
         nn.AdaptiveAvgPool{n}d(1)
         nn.AdaptiveMaxPool{n}d(1)""", lambda s, d: (s[0], *(2 for _ in s[1:])): """
         nn.AdaptiveAvgPool{n}d(2)
         nn.AdaptiveMaxPool{n}d(2)"""}),
-    "Upsample": (_PLACES, 3, {lambda s, d: (s[0], *(2 * n for n in s[1:])): """
+    "Upsample": (_SPATIAL, 3, {lambda s, d: (s[0], *(2 * n for n in s[1:])): """
         nn.Upsample(scale_factor=2)
         nn.Upsample(scale_factor=2, mode='{linear}')
         F.interpolate({x}, scale_factor=2, mode='{linear}', align_corners=True)"""}),
-    "Padding": (_PLACES, 3, {_make_padding_rule(1): """
+    "Padding": (_SPATIAL, 3, {_make_padding_rule(1): """
         nn.ZeroPad{n}d(1)
         nn.ReflectionPad{n}d(1)
         nn.ReplicationPad{n}d(1)
@@ -200,7 +200,7 @@ KINDS: dict[str, LayerKind] = {
         Experts({w}, {z}, 4, 'full_tensor')
         Experts({w}, {z}, 4, 'redistribute')
         Experts({w}, {z}, 4, 'to_local')"""}),
-    "Flatten": (_PLACES, 3, {
+    "Flatten": (_SPATIAL, 3, {
         lambda s, d: (math.prod(s),): "nn.Flatten()",
         lambda s, d: (s[0], math.prod(s[1:])): "nn.Flatten(2)"}),
     "Unflatten": (range(1, 4), 4, {lambda s, d: (*s[:-1], s[-1] // d["d"], d["d"]): "nn.Unflatten(-1, (-1, {d}))"}),
@@ -238,7 +238,7 @@ KINDS: dict[str, LayerKind] = {
         nn.Buffer(torch.zeros({w}){saved}) -> {x} - {m}; {m}.copy_(0.5 * {m} + {x}.detach().mean({axes}))
         nn.Buffer(torch.zeros({w}){saved}) -> {x} - {m}; {m} = torch.lerp({m}, {x}.detach().mean({axes}), 0.1)
         nn.Buffer(torch.zeros({s}){saved}) -> {x} - {m}; with torch.no_grad(): {m}[:1] += {x}[0, :1]"""}),
-    "flat_rows": (_PLACES, 8, {_replace_width: """
+    "flat_rows": (_SPATIAL, 8, {_replace_width: """
         nn.Linear({w}, {z}) -> {m}({x}.flatten(0, -2)).view({x}.shape[0], {p}, {z})
         nn.Linear({w}, {z}) -> {m}({x}.reshape(-1, {w})).unflatten(0, (-1, {p}))"""}),
     "conv1d": (_SEQUENCE, 8, {lambda s, d: (d["z"], s[1]): """
@@ -264,7 +264,7 @@ KINDS: dict[str, LayerKind] = {
         {x}.chunk(2, -1)[0] * {x}.chunk(2, -1)[1].sigmoid()
         torch.maximum({x}[..., ::2], {x}[..., 1::2])
         sum({x}.unflatten(-1, (2, -1)).unbind(-2))"""}),
-    "axes": (_PLACES, 4, {
+    "axes": (_SPATIAL, 4, {
         lambda s, d: (*s[:-2], s[-1], s[-2]): """
         {x}.transpose(-1, -2)
         {x}.mT.contiguous()""",
@@ -289,7 +289,7 @@ KINDS: dict[str, LayerKind] = {
         torch.stack([{x}, {x}.flip(1)], 1)
         {x}.unsqueeze(1).expand(-1, 2, {all})""",
         lambda s, d: (*s[:-1], s[-1] + 3): "F.pad({x}, (1, 2))"}),
-    "reduction": (_PLACES, 3, {lambda s, d: s[1:]: """
+    "reduction": (_SPATIAL, 3, {lambda s, d: s[1:]: """
         {x}.mean(1)
         {x}.sum(1) / {f}
         {x}.amax(1)

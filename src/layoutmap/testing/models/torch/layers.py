@@ -35,7 +35,7 @@ def draw_convolution(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
         min(choices.pick_weighted({3: 3, 2: 2, 1: 1}), (n - 1) // d + 1)
         for n, d in zip(space, dilation, strict=True)
     )
-    places = tuple(
+    spatial = tuple(
         n if padding == "same" else (n + 2 * (padding == 1) - (size - 1) * d - 1) // step + 1
         for n, size, d, step in zip(space, sizes, dilation, strides, strict=True)
     )
@@ -47,11 +47,11 @@ def draw_convolution(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
         bias=False if choices.is_one_in(4) else None,
         padding_mode=mode,
     )
-    return f"nn.Conv{len(space)}d({channels}, {filters}, {sizes}{options})", CALL, (filters, *places)
+    return f"nn.Conv{len(space)}d({channels}, {filters}, {sizes}{options})", CALL, (filters, *spatial)
 
 
 def draw_transposed_convolution(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
-    """Draw a transposed convolution that doubles the size of each place axis."""
+    """Draw a transposed convolution that doubles the size of each spatial axis."""
     channels, *space = shape
     filters = choices.pick_weighted(WIDTHS)
     groups = choices.pick(*find_divisors(channels, filters)) if choices.is_one_in(3) else 1
@@ -93,7 +93,7 @@ def draw_recurrent(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
 def draw_attention(
     choices: Choices, shape: Shape, key_value: str = "{x}", key_shape: Shape | None = None
 ) -> tuple[str, str, Shape]:
-    """Draw attention of a sequence to itself, or to another one with the expression `key_value` and its shape."""
+    """Draw attention of a sequence to itself, or to the sequence `key_value` of shape `key_shape`."""
     (length, width), (num_keys, size) = shape, key_shape or shape
     options = write_keyword_arguments(
         kdim=size if size != width else None,

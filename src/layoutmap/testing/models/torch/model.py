@@ -80,8 +80,8 @@ class Part:
         return bool(self.module) and not self.module.startswith(("nn.Parameter(", "nn.Buffer("))
 
     @property
-    def only_calls_module(self) -> bool:
-        """Whether the part only calls its module with one value."""
+    def is_single_module_call(self) -> bool:
+        """Whether the part does nothing but call its module with one value."""
         pattern = rf"\w+ = {{{self.name}}}\(\w+\)"
         return not self.setup and len(self.lines) == 1 and re.fullmatch(pattern, self.lines[0]) is not None
 
@@ -231,7 +231,7 @@ from layoutmap.adapters.torch import train_with
         """Output shapes of modules that are called once and with one value, by path."""
         net = self.classes[-1]
         num_uses = Counter(re.findall(r"\{(l\d+)\}", str([part.lines for part in net.parts])))
-        parts = [part for part in net.parts if part.only_calls_module and num_uses[part.name] == 1]
+        parts = [part for part in net.parts if part.is_single_module_call and num_uses[part.name] == 1]
         prefix = "net." if self.returns_loss else ""
         if self.is_sequential:
             return {f"{prefix}{net.parts.index(part)}": part.shape for part in parts}

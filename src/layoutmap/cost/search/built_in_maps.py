@@ -1,4 +1,4 @@
-"""Make the layout maps that a human expert would try, to start a search and to compare with its result."""
+"""Make the built-in layout maps, which start a search and are compared with its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.specs import Specs
 from layoutmap.cost.search.groups import VariableGroup, map_biases_to_kernels
-from layoutmap.cost.search.options import REPLICATED, Grid, Option, get_specs, make_group_specs
+from layoutmap.cost.search.options import REPLICATED, MeshRoles, Option, get_specs, make_group_specs
 from layoutmap.cost.search.space import BlockStack, GroupLayouts, SearchedModel
 from layoutmap.plan.lint.weights import is_attention_output_name
 from layoutmap.plan.planner import make_plan_table
@@ -18,73 +18,74 @@ from layoutmap.rules.rule_set import RuleSet
 
 
 @dataclass(frozen=True)
-class ExpertMap:
-    """Layout map that a human expert would try, with its layouts of variable groups and of the outputs of blocks."""
+class BuiltInMap:
+    """Layout map that starts a search, such as data parallel, with its layouts of variable groups and block outputs."""
 
     name: str
-    grid: Grid
+    roles: MeshRoles
     layout_map: RuleSet
     layouts: GroupLayouts
     output_specs: Mapping[BlockStack, Specs | None]
 
 
-def _make_preset_rules(name: str, grid: Grid, *, fsdp: bool = False) -> RuleSet:
-    fsdp_dim = grid.data_dim if fsdp else None
-    fields = presets.read_preset(name, grid.mesh, grid.model_dim, fsdp_dim, grid.batch_dim)
-    made = RuleSet(grid.mesh, activations=fields.activations, rest="replicated")
+def _make_preset_rules(name: str, roles: MeshRoles, *, fsdp: bool = False) -> RuleSet:
+    fsdp_dim = roles.data_dim if fsdp else None
+    fields = presets.read_preset(name, roles.mesh, roles.model_dim, fsdp_dim, roles.batch_dim)
+    made = RuleSet(roles.mesh, activations=fields.activations, rest="replicated")
     for pattern, specs in fields.rules.items():
-        made.add(pattern, specs, uneven="shrink" if grid.model_dim else fields.uneven_rules.get(pattern))
+        made.add(pattern, specs, uneven="shrink" if roles.model_dim else fields.uneven_rules.get(pattern))
     return made
 
 
-def iterate_expert_maps(
+def iterate_built_in_maps(
     model: SearchedModel,
-    grid: Grid,
+    roles: MeshRoles,
     preset: str | None,
-    # Formulas misjudge maps, so expert maps are counted, too, and the result is never slower (decisions/0094).
-) -> Iterator[ExpertMap]:
-    """Yield the layout maps that a human expert would try on a mesh.
+    # The cost of built-in maps is computed like that of all maps, so no result is slower (decisions/0094).
+) -> Iterator[BuiltInMap]:
+    """Yield the layout maps that people usually choose for a mesh.
 
     Without a model dim, these are data parallel, and fully sharded along the largest, the input, or the output axis.
-    With one, they are Megatron's split, also fully sharded. It follows the preset, or without one the roles of axes, or
-    the order of layers. On both, tables and experts may be sharded over each dim.
+    With a model dim, they are Megatron's split, alone and fully sharded. The split follows the preset, or without a
+    preset the roles of axes or the order of layers. On all meshes, embedding tables and banks of experts are also
+    sharded over each dim.
     """
-    dim = grid.batch_dim
+    dim = roles.batch_dim
     batch = {b: (dim, *(None,) * (len(b.shape) - 1)) if dim else None for b in model.free_blocks}
     free = dict.fromkeys(model.free_blocks)
     biases = map_biases_to_kernels(model.groups)
     kernels = [group for group in model.groups if group.rank > 1 and group not in biases]
     found: list[tuple[str, GroupLayouts, Mapping[BlockStack, Specs | None]]] = []
-    if grid.model_dim is None:
+    if roles.model_dim is None:
         found.append(("data parallel", {}, free))
-        if grid.data_dim:
-            every = {group: make_group_specs(group, Option(shards_data_dim=True), grid) for group in kernels}
+        if roles.data_dim:
+            every = {group: make_group_specs(group, Option(shards_data_dim=True), roles) for group in kernels}
             found.append(("fully sharded", every, batch))
             for role in ("in", "out"):
                 layouts = {
-                    g: _make_axis_specs(g, g.find_axes(role), grid.data_dim, grid) or every[g]
+                    g: _make_axis_specs(g, g.find_axes(role), roles.data_dim, roles) or every[g]
                     for g in kernels
                 }
                 found.append((f"fully sharded, {role}put axes", layouts, batch))
-    for fsdp in () if grid.model_dim is None else (False, True) if grid.data_dim else (False,):
+    for fsdp in () if roles.model_dim is None else (False, True) if roles.data_dim else (False,):
         name = "Megatron's split" + ", fully sharded" * fsdp
         if preset:
-            yield from _iterate_preset_map(f"{name} (preset {preset})", model, grid, preset, fsdp)
+            yield from _iterate_preset_map(f"{name} (preset {preset})", model, roles, preset, fsdp)
             continue
         layouts = {
-            g: make_group_specs(g, Option(choose_megatron_option(g).model_axis, fsdp), grid) for g in kernels
+            g: make_group_specs(g, Option(choose_megatron_option(g).model_axis, fsdp), roles) for g in kernels
         }
         found.append((name, layouts, batch if fsdp else free))
         alternating = {
-            g: make_group_specs(g, Option(axis, fsdp), grid)
+            g: make_group_specs(g, Option(axis, fsdp), roles)
             for g, axis in _choose_alternating_axes(model, kernels)
         }
         found.append((f"{name}, alternating", {**layouts, **alternating}, batch if fsdp else free))
-    for dim in (grid.data_dim, grid.model_dim):
-        tables = {g: _make_axis_specs(g, g.find_axes("rows"), dim, grid) for g in kernels}
+    for dim in (roles.data_dim, roles.model_dim):
+        tables = {g: _make_axis_specs(g, g.find_axes("rows"), dim, roles) for g in kernels}
         found.append((f"rows of tables over {dim}", _drop_unsharded(tables), free))
         banks = {
-            g: _make_axis_specs(g, (0,), dim, grid)
+            g: _make_axis_specs(g, (0,), dim, roles)
             for g in kernels
             if g.rank > 2 and 0 not in g.find_axes("in")
         }
@@ -93,35 +94,37 @@ def iterate_expert_maps(
     for name, layouts, blocks in found:
         key = frozenset(_drop_unsharded(layouts).items()), frozenset(blocks.items())
         if key not in known and (layouts or name == "data parallel"):
-            yield ExpertMap(name, grid, model.make_layout_map(grid, layouts, blocks), layouts, blocks)
+            yield BuiltInMap(name, roles, model.make_layout_map(roles, layouts, blocks), layouts, blocks)
         known.add(key)
 
 
-def _make_axis_specs(group: VariableGroup, axes: Sequence[int], dim: str | None, grid: Grid) -> Specs | None:
-    """Return specs that shard the first of `axes` that `dim` divides, or None if it divides none or is None."""
+def _make_axis_specs(
+    group: VariableGroup, axes: Sequence[int], dim: str | None, roles: MeshRoles
+) -> Specs | None:
+    """Return specs that shard the first of `axes` that `dim` can shard evenly, or None without such an axis."""
     if dim is None:
         return None
     for axis in axes:
-        if group.can_shard(axis, grid.mesh.dim_size(dim), whole_heads=True):
+        if group.can_shard(axis, roles.mesh.dim_size(dim), whole_heads=True):
             return tuple(dim if n == axis else None for n in range(group.rank))
     return None
 
 
 def _drop_unsharded(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
-    """Return those of the layouts that shard an axis."""
+    """Return only the layouts that shard an axis."""
     return {group: specs for group, specs in layouts.items() if specs is not None and any(specs)}
 
 
 def _choose_alternating_axes(
     model: SearchedModel, kernels: Sequence[VariableGroup]
 ) -> Iterator[tuple[VariableGroup, int]]:
-    """Yield each group of dense kernels with an axis to shard: in model order, alternately the output and the input."""
+    """Yield each group of dense kernels with its axis to shard, in model order alternately the output and the input."""
     positions = {variable.path: position for position, variable in enumerate(model.variables)}
     dense = [
         g for g in kernels if g.rank == 2 and g.find_axes("in") and g.find_axes("out") and g.head_size is None
     ]
     if model.blocks and all(group.parity is None for group in dense):
-        return  # inside blocks, Megatron's split already alternates between consecutive kernels
+        return  # because Megatron's split already alternates between consecutive kernels of a block
     every = sorted((positions[path], path) for group in dense for path in group.paths)
     order = {path: position for position, (_, path) in enumerate(every)}
     for group in dense:
@@ -129,17 +132,17 @@ def _choose_alternating_axes(
 
 
 def _iterate_preset_map(
-    name: str, model: SearchedModel, grid: Grid, preset: str, fsdp: bool
-) -> Iterator[ExpertMap]:
+    name: str, model: SearchedModel, roles: MeshRoles, preset: str, fsdp: bool
+) -> Iterator[BuiltInMap]:
     try:
-        made = _make_preset_rules(preset, grid, fsdp=fsdp)
-        yield make_expert_map_from_rules(name, model, grid, made)
-    except LayoutMapError:  # a rule of the preset does not fit the mesh, so an expert would not use it
+        made = _make_preset_rules(preset, roles, fsdp=fsdp)
+        yield make_built_in_map(name, model, roles, made)
+    except LayoutMapError:  # a rule of the preset does not fit the mesh, so skip this map
         return
 
 
-def make_expert_map_from_rules(name: str, model: SearchedModel, grid: Grid, layout_map: RuleSet) -> ExpertMap:
-    """Return a layout map as an expert map, with the layouts that its rules give to the model's groups and blocks.
+def make_built_in_map(name: str, model: SearchedModel, roles: MeshRoles, layout_map: RuleSet) -> BuiltInMap:
+    """Return a layout map as a built-in map, with the layouts that its rules give to the model's groups and blocks.
 
     Raises:
         PlanError: Some of its layouts do not fit.
@@ -147,7 +150,7 @@ def make_expert_map_from_rules(name: str, model: SearchedModel, grid: Grid, layo
     table = make_plan_table(model.variables, layout_map, complete=False).check()
     layouts = {group: get_specs(table[group.paths[0]].layout) for group in model.groups}
     blocks = {b: _get_output_specs(layout_map, b) for b in model.free_blocks}
-    return ExpertMap(name, grid, layout_map, layouts, blocks)
+    return BuiltInMap(name, roles, layout_map, layouts, blocks)
 
 
 def _get_output_specs(layout_map: RuleSet, blocks: BlockStack) -> Specs | None:
@@ -158,7 +161,7 @@ def _get_output_specs(layout_map: RuleSet, blocks: BlockStack) -> Specs | None:
 
 
 def choose_megatron_option(group: VariableGroup) -> Option:
-    """Return the layout of a group in Megatron's split: widening layers shard outputs, and narrowing layers inputs.
+    """Return a group's layout in Megatron's split: widening layers shard their outputs, narrowing layers their inputs.
 
     A head of attention stays on one device, and a table is sharded along its rows. Other groups are replicated.
     """

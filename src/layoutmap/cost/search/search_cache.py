@@ -1,4 +1,4 @@
-"""Cache the figures of layout maps in a file, so that a repeated search of the same step is fast."""
+"""Store the costs of layout maps in a file, so that a repeated search of the same step is fast."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import warnings
 from typing import Any
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
-from layoutmap.cost.search.loop import EvaluateFn, StepFigures
+from layoutmap.cost.search.loop import EvaluateFn, MapCost
 from layoutmap.rules.rule_set import RuleSet
 
 VERSION = 1
 
 
 class SearchCache:
-    """File of figures: `{"version": 1, "figures": {fingerprint: {map: [seconds, peak_bytes, serial_seconds]}}}`.
+    """JSON file of costs: `{"version": 1, "figures": {fingerprint: {map: [seconds, peak_bytes, serial_seconds]}}}`.
 
     Raises:
         LayoutMapError: The file has other content, or its folder does not exist.
@@ -38,40 +38,40 @@ class SearchCache:
 
     def _read_file(self) -> dict[str, dict[str, Any]]:
         try:
-            if not os.path.isfile(self._path):  # opening a named pipe would block
+            if not os.path.isfile(self._path):  # opening a named pipe would block, so refuse it first
                 raise ValueError("no regular file")
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)
             if found["version"] != VERSION:
                 raise ValueError(found["version"])
             return {
-                step: {key: [*map(float, figures)] for key, figures in maps.items() if len(figures) == 3}
+                step: {key: [*map(float, cost)] for key, cost in maps.items() if len(cost) == 3}
                 for step, maps in found["figures"].items()
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise LayoutMapError(
-                f"{self._path} is not a cache of a search",
-                why=f"it is not JSON of this form, version {VERSION}",
-                fix="name another file for cache=, or delete it",
+                f"{self._path} was not written by a search",
+                why=f"its content is not the JSON that search(cache=..) writes, version {VERSION}",
+                fix="name another file for cache=, or delete this file",
             ) from error
 
     def cache_evaluate(self, evaluate: EvaluateFn, fingerprint: str) -> EvaluateFn:
-        """Return a function that calls `evaluate` only if the file has no figures of the map for this step."""
-        figures_by_map = self._all.setdefault(fingerprint, {})
+        """Return a function that calls `evaluate` only if the file has no cost of the map for this step."""
+        costs_by_map = self._all.setdefault(fingerprint, {})
 
-        def evaluate_uncached(layout_map: RuleSet) -> StepFigures:
+        def evaluate_uncached(layout_map: RuleSet) -> MapCost:
             key = hashlib.sha256(layout_map.to_yaml().encode()).hexdigest()[:16]
-            known = figures_by_map.get(key)
+            known = costs_by_map.get(key)
             if known is None:
                 found = evaluate(layout_map)
-                figures_by_map[key] = [found.seconds, found.peak_bytes, found.serial_seconds]
+                costs_by_map[key] = [found.seconds, found.peak_bytes, found.serial_seconds]
                 return found
-            return StepFigures(float(known[0]), int(known[1]), float(known[2]))
+            return MapCost(float(known[0]), int(known[1]), float(known[2]))
 
         return evaluate_uncached
 
     def write_file(self) -> None:
-        """Write all figures to the file. If that fails, warn and leave the file unchanged."""
+        """Write all costs to the file. If that fails, warn and leave the file unchanged."""
         text = json.dumps({"version": VERSION, "figures": self._all}, indent=1)
         new = f"{self._path}.{os.getpid()}.new"
         try:
@@ -82,7 +82,7 @@ class SearchCache:
             with contextlib.suppress(OSError):
                 os.unlink(new)
             warning = LayoutMapWarning(
-                f"{self._path}: the figures of the search cannot be stored",
+                f"{self._path}: the costs that the search has computed cannot be stored",
                 why=error.strerror or str(error),
                 fix="free some space, or name another file for cache=",
             )
