@@ -333,7 +333,9 @@ def test_an_error_of_dtensor_is_also_of_tensorflows_class():
         assert isinstance(caught.value, EngineError)
         assert "got a regular tensor for input 1" in caught.value.message
         assert "run_on" in caught.value.fix
-    with pytest.raises(EngineError, match=r"Relayout cannot run in a tf\.function that gets no tensor on a mesh"):
+    with pytest.raises(
+        EngineError, match=r"Relayout cannot run in a tf\.function that gets no tensor on a mesh"
+    ):
         tf.function(lambda x: relayout(x, PLACED[1]))(tf.constant(SQUARE))
 
 

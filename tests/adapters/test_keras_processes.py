@@ -125,9 +125,9 @@ def test_one_process_writes_a_file_and_all_read_it(told):
 SAID = {
     "plan": "process 1 has a different plan from process 0\n"
     "  from process 0 to 1  up.bias  layout  (unsharded,) -> (model,)",
-    "sizes": "fit: the processes call different methods or pass different batch shapes\n"
+    "sizes": "fit: the processes call different methods or pass different shapes or types\n"
     "  process 0  fit: float32[4, 6], int32[4]\n  process 1  fit: float32[3, 6], int32[3]",
-    "verbs": "the processes call different methods or pass different batch shapes\n"
+    "verbs": "the processes call different methods or pass different shapes or types\n"
     "  process 0  evaluate: float32[4, 6]",
     "contents": "fit: processes whose devices hold the same rows pass different rows\n"
     "  mesh       model=2, batch=4\n  parts      1\n",

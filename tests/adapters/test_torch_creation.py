@@ -266,7 +266,7 @@ class TestWhatElseRefersToATensor:
         assert (
             "SGD was created before its weights were sharded\n"
             "  weight  weight\n"
-            "  why     the model now holds another, sharded tensor, which this step would not train\n"
+            "  why     the model now has a sharded tensor in place of the weight, which this step would not train\n"
             "  fix     create the optimizer after apply, and copy its state: "
             "new = SGD(model.parameters(), ...); new.load_state_dict(old.state_dict())"
         ) == str(caught.value)

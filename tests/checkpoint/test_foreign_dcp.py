@@ -126,7 +126,8 @@ def test_a_pickle_that_names_anything_else_is_refused(
     for data in (pickle.dumps(Evil()), b"cbuiltins\neval\n(S'1'\ntR.", b"\x80\x04garbage", b""):
         (tmp_path / "c" / ".metadata").write_bytes(data)
         with pytest.raises(
-            CheckpointError, match=r"its pickle (refers to the unknown name (posix\.system|builtins\.eval)|cannot be read)"
+            CheckpointError,
+            match=r"its pickle (refers to the unknown name (posix\.system|builtins\.eval)|cannot be read)",
         ):
             open_source(tmp_path / "c")
 

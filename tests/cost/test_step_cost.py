@@ -465,7 +465,8 @@ def test_an_array_in_a_list_outside_of_variables_is_refused_by_name():
 
     layout_map = lm.LayoutMap("batch=2,model=4", {r"up\.kernel": (None, "model")})
     with pytest.raises(
-        lm.ScopeError, match=r"^the cost of the step cannot be computed: order\.0 would be a constant in it"
+        lm.ScopeError,
+        match=r"^the cost of the step cannot be computed: order\.0 would be a constant in the step",
     ):
         lm.step_cost(
             lambda: Table(nnx.Rngs(0)), layout_map, inputs=jax.ShapeDtypeStruct((8, WIDTH), "float32")

@@ -61,8 +61,8 @@ def inspect_model(options: Any) -> Plan:
     if (missing := find_unbuilt_problem(plan)) is not None:
         raise LayoutMapError(
             f"{name}: {missing.what}",
-            why="a model creates its weights in its first call, and has none to compare before",
-            fix="call it in the function, as in model(inputs), before you return it",
+            why="a model creates its weights in its first call, and has none before that",
+            fix="call the model in the function, as in model(inputs), before you return it",
         )
     return plan
 

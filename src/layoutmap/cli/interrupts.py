@@ -57,7 +57,7 @@ def allow_interrupts() -> Generator[None]:
 
 
 def finish_command(code: int) -> int:
-    """Ignore interrupts from now on, and return the exit code. If it is that of an interrupt, end the process."""
+    """Ignore interrupts from now on, and return the exit code. After an interrupt, end the process instead."""
     if isinstance(signal.getsignal(signal.SIGINT), _InterruptHandler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if code == _INTERRUPTED:

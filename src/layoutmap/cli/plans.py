@@ -131,7 +131,7 @@ def add_partial_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attention_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--fuse-attention`, which counts attention as a fused kernel although the program has none."""
+    """Add the option `--fuse-attention`, which counts attention as a fused kernel although the model calls none."""
     parser.add_argument(
         "--fuse-attention",
         action="store_true",

@@ -53,8 +53,8 @@ def format_merged_paths(paths: Sequence[str]) -> str:
     """Return one text for paths that differ only in numbers, with the ranges of the numbers in braces.
 
     Example:
-        >>> merge_paths(["blocks.0.kernel", "blocks.1.kernel", "blocks.2.kernel", "blocks.7.kernel"])
-        'blocks.{0..2,7}.kernel'
+        >>> format_merged_paths(["blocks.0.kernel", "blocks.1.kernel", "blocks.7.kernel"])
+        'blocks.{0..1,7}.kernel'
     """
     if len(paths) == 1:
         return paths[0]

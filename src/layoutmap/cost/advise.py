@@ -61,7 +61,7 @@ def rank_variants_by_cost(
 
 
 class _VariantTrials:
-    """Plan variants whose costs were computed within a time limit, with these costs."""
+    """Plan variants that were tried within a time limit, with their costs."""
 
     def __init__(self, original: PlanVariant, peak_bytes: int, count: Count, seconds: float):
         self._original, self._peak_bytes, self._count = original, peak_bytes, count
@@ -72,7 +72,7 @@ class _VariantTrials:
     def add_best_variant(
         self, name: str, make_variants: MakeVariants, show_progress: Callable[[], object]
     ) -> None:
-        """Store the cheapest of similar variants. If no time is left, add their `name` to `untried` instead."""
+        """Store the best of similar variants. If no time is left, add their `name` to `untried` instead."""
         made = call_or_none(lambda: list(make_variants())) or ()
         known = [variant for variant in made if variant is not None]
         if known and not self._has_time_left():
@@ -123,7 +123,7 @@ class _VariantTrials:
             variant = variant.halve_batch()
 
     def list_advice(self) -> tuple[Advice, ...]:
-        """Return the advice for the stored variants, best first."""
+        """Return the advice, best first."""
         return tuple(
             Advice(
                 *describe_change(self._original, variant),
@@ -140,7 +140,7 @@ class _VariantTrials:
 
 
 def _vary_batch_dim(original: PlanVariant) -> Iterator[PlanVariant]:
-    """Yield plan variants that shard the batch over one mesh dim, if the batch has a multiple of its size."""
+    """Yield plan variants that shard the batch over one mesh dim."""
     for dim in original.mesh.mesh_dims:
         if dim.size > 1 and original.batch_size % dim.size == 0:
             yield replace(original, batch_dim=dim.name)

@@ -27,7 +27,7 @@ _MOST_ROWS = 12
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """Part of the time of a step, such as computing or waiting for collectives."""
+    """Part of a step's time."""
 
     label: str  # such as "waiting for weights over data"
     seconds: float
@@ -104,7 +104,7 @@ class Cost:
         return max(self.flops_seconds, self.memory_seconds)
 
     def sum_call_seconds(self, collective: Collective) -> float:
-        """Return the seconds that all calls of a collective in a step take together."""
+        """Return the seconds that all calls of a collective take in a step."""
         group = self._groups_by_dims[collective.dims, collective.group]
         return collective.calls * self.machine.estimate_seconds(
             collective.kind, collective.tensor_bytes, group
@@ -127,7 +127,7 @@ class Cost:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, if collectives of weights overlap with computing and those of activations do not."""
+        """Seconds of a step, where the collectives of weights overlap with computing."""
         return max(self.device_seconds, self.weight_collective_seconds) + self.activation_collective_seconds
 
     @property
@@ -179,7 +179,7 @@ class Cost:
 
     @property
     def held(self) -> tuple[PeakTensors, ...]:
-        """Tensors that a device stores at the peak of a step, without the arguments of the step."""
+        """Tensors on a device at the peak of a step, without the step's arguments."""
         return self.step.held
 
     def mark_weight_collectives(self, paths: frozenset[str]) -> Cost:
@@ -208,7 +208,7 @@ class Cost:
 
     @property
     def networks(self) -> dict[str, str]:
-        """Networks over which each mesh dim communicates, as text by dim. Dims of size 1 are left out."""
+        """Text that names the networks of each mesh dim, by dim, without dims of size 1."""
         mesh, machine = self.step.mesh, self.machine
         return {
             dim.name: machine.network_text(machine.group(mesh, [dim.name]))
@@ -248,7 +248,7 @@ class Cost:
         return found
 
     def describe_collectives(self, paths: Iterable[str]) -> list[str]:
-        """Return a sentence for each collective that is caused by a variable or layer at one of `paths`."""
+        """Return a sentence for each collective that the variables or layers at `paths` cause."""
         causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers(path)))
         return [
             row.sentence
@@ -274,7 +274,7 @@ class Cost:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Assumptions on which the time and the counts are based, in sentences."""
+        """Assumptions behind the time and the counts, in sentences."""
         device = self.machine.device
         slowest = min(device.flops, key=lambda dtype: device.flops[dtype])
         unknown = [dtype for dtype in self.step.flops if dtype not in device.flops]
@@ -365,7 +365,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a large number with a decimal prefix, such as `197 T`, to write before a unit.
+    """Return a large number as text with a prefix for its unit, such as `197 T`.
 
     Example:
         >>> format_count(1.97e14) + "FLOP"

@@ -55,10 +55,8 @@ class SearchResult:
         batch_dim: Mesh dim over which batches are sharded, for `scope(batch_dim=..)`; `None`: they are not sharded.
         plan: Plan of the map, with `plan.cost`.
         verdict: Sentence that compares the result with the best built-in map that fits.
-        rows: Rows for the result and the built-in maps: name, mesh, time of a step, memory, and why the map cannot be
-            used.
-        num_tried: Number of different maps whose cost was computed. A map that was also tried with recomputed
-            activations, or compiled, counts once.
+        rows: The result and the built-in maps: name, mesh, time of a step, memory, and why the map cannot be used.
+        num_tried: Number of different maps that were tried. A map that was also recomputed or compiled counts once.
         is_complete: Whether the search finished; `False`: it was interrupted.
         recompute: Layers whose activations must be recomputed in the backward pass so that the map fits or is as fast,
             why, and how the model's library does that. Empty: the model's code suffices.
@@ -258,8 +256,7 @@ def search(
         else None
     )
     recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
-    # Layout maps do not have the batch dim, so add it to the key of the cache.
-    over = sorted({str(roles.batch_dim) for roles in meshes})
+    over = sorted({str(roles.batch_dim) for roles in meshes})  # maps lack it, but costs depend on it
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
     def wrap_with_cache(evaluator: EvaluateFn, suffix: str = "") -> EvaluateFn:
@@ -327,9 +324,7 @@ def search(
     return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)
 
 
-_COMPILED = (
-    8  # number of maps near the best compiled one to compile if estimates had ranked a different map first
-)
+_COMPILED = 8  # number of maps to compile near the best one, if estimates had ranked it lower
 _WIDEST = 32
 """Largest model dim that is tried, even if more devices share the machine's fast network."""
 
@@ -362,7 +357,7 @@ def _choose_dim_roles(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | N
 
 
 def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | None) -> RuleSet | None:
-    """Return the rules of `start` with the patterns in `keep`, which the search must not change, or None for none."""
+    """Return the rules of `start` with a pattern in `keep`, to be kept by the search, or None if `keep` is empty."""
     patterns = [keep] if isinstance(keep, str) else list(keep)
     if not patterns:
         return None
@@ -374,7 +369,7 @@ def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | 
                 f"search: keep={pattern!r} is not a rule of start",
                 facts={"rules": ", ".join(there)},
                 why="keep= takes patterns of start's rules",
-                fix=f"did you mean {near[0]!r}?" if near else "use one of them, or pass start=",
+                fix=f"did you mean {near[0]!r}?" if near else "use a rule of start, or pass start=",
             )
     assert start is not None
     made = RuleSet(mesh)
@@ -450,7 +445,7 @@ class _MapEvaluator:
 
 
 class _SearchProgress(ProgressLine):
-    """Progress line with the number of tried maps, and the cost of the best map so far."""
+    """Progress line with the number of tried maps and the cost of the best one."""
 
     def __call__(self, num_tried: int, best: Candidate) -> None:
         if not self._is_update_due():

@@ -68,7 +68,7 @@ def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
 
 
 def find_summed_activations(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
-    """Yield a problem for each layer whose activation is all-reduced over the dim that shards the batch."""
+    """Yield a problem for each layer with an activation that is all-reduced over the dim that shards the batch."""
     batch = linted.batch_dim
     assert batch is not None
     found = [

@@ -118,7 +118,7 @@ class Machine:
             one_way = fast / 2 if 0 < self.device.fast.ring_from <= near else fast
             return tensor_bytes / (slow if nodes > 1 else one_way)
         if kind == "all_to_all":
-            # In a bidirectional ring, a chunk travels over a quarter of all links on average, so each link sends more.
+            # In a bidirectional ring, a chunk travels over a quarter of all links on average, so it takes more time.
             hops = max(1.0, near / 4) if self.device.fast.ring_from else 1.0
             part = tensor_bytes / size
             return max(part * (near - 1) * hops / fast, part * (size - near) / slow)

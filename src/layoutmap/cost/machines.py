@@ -60,7 +60,7 @@ def machine_named(name: str) -> Machine:
             facts={"devices": ", ".join(devices)},
             why=f"{file} describes several devices"
             if found["one"]
-            else f"{file or 'layoutmap'} does not describe it",
+            else f"{file or 'layoutmap'} has no such device",
             fix=f"name one of them, as in on={f'{name}:{next(iter(devices))}'!r}"
             if found["one"]
             else f"did you mean {near[0]!r}?"

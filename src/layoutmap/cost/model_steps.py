@@ -16,9 +16,7 @@ _MODULES = {
     "jax": "layoutmap.cost.jax.pytree_step",
     "torch": "layoutmap.cost.torch_module_step",
 }
-"""Module whose `describe_step` supports the models of a library, by library. It is imported late, as it imports JAX or
-torch.
-"""
+"""Module with `describe_step` for the models of a library, by library. It is imported late, with a framework."""
 
 
 def make_training_step(

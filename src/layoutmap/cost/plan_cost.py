@@ -86,7 +86,7 @@ def make_cost_request(
 
 
 def choose_verify_target(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return the device that XLA compiles the whole step for, whose compiler is installed, or None without `verify`."""
+    """Return the device that XLA compiles the whole step for, or None without `verify`. Raise if it has no compiler."""
     if not verify:
         return None
     from layoutmap.cost.jax.targets import find_target  # imported here, because it imports JAX
@@ -113,11 +113,9 @@ def add_step_cost(
     lowered, assignments, policy = counter.lower_variant(counter.variant)
     try:
         target = request.counting_target
-        step_cost = _compute_compiled_cost(lowered, assignments, policy, target) if target else None
+        step_cost = _get_compiled_cost(lowered, assignments, policy, target) if target else None
         step_cost = step_cost or lowered.count(assignments, policy, with_peak_tensors=True)
-    except (
-        ShardingRefusedError
-    ) as error:  # the cause is in the model's code, so report it as a problem of the plan
+    except ShardingRefusedError as error:  # the model's code is the cause, so report a problem of the plan
         facts = tuple((name, str(value)) for name, value in error.facts.items())
         subject = type(model).__name__
         return plan.add_problem(
@@ -168,9 +166,7 @@ def _iterate_memory_notes(step_cost: StepCost, machine: Machine) -> Iterator[str
         )
 
 
-def _compute_compiled_cost(
-    lowered: Any, assignments: Any, policy: LayoutPolicy, target: str
-) -> StepCost | None:
+def _get_compiled_cost(lowered: Any, assignments: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
     """Return the cost of a step as XLA compiles it for `target`. If that fails, warn and return None."""
     try:
         with ElapsedTime(f"XLA compiles the step for {target}") as shown:

@@ -91,7 +91,7 @@ class StepCost:
     known_by: str = ESTIMATE
 
     def on(self, memory_bytes: int) -> StepCost:
-        """Return the cost on a device with `memory_bytes` of memory. If it is short, XLA schedules for a lower peak."""
+        """Return the cost on a device with `memory_bytes`. If memory is short, XLA schedules for a lower peak."""
         # Limit of XLA's scheduler: 0.95 * (0.8 * device memory - bytes of arguments).
         room = self.argument_bytes + int(0.95 * max(0.0, 0.8 * memory_bytes - self.argument_bytes))
         least = self.least_peak_bytes or self.peak_bytes

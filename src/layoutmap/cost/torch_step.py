@@ -60,9 +60,9 @@ _EAGER = "each operation reads its operands from memory and writes its results, 
 _ACCUMULATED = "the weights of a block are gathered together, under the name of the first weight"
 
 
-# Formulas are wrong if layouts conflict, so the step runs on fake tensors to count its operations (decisions/0156).
+# Formulas are wrong if layouts conflict, so operations are counted in a run on fake tensors (decisions/0156).
 class StepCounter:
-    """Counter of a torch module's training step, which computes its cost in any layouts."""
+    """Counter that computes the cost of a torch module's training step in any layouts."""
 
     def __init__(self, step: TrainingStep):
         self._step = step
@@ -70,10 +70,10 @@ class StepCounter:
     def count(
         self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_peak_tensors: bool = False
     ) -> StepCost:
-        """Return the cost of the step in these layouts. `with_peak_tensors` has no effect on torch."""
+        """Return the cost of the step in these layouts. `with_peak_tensors` has no effect."""
         with ExitStack() as stack:
             stack.enter_context(_simulate_process_group(policy.mesh.size))
-            # Torch reads values of a device mesh, so make the mesh before the mode in which tensors have no values.
+            # Torch reads the ranks of a device mesh, so make the mesh before tensors become fake.
             groups = _map_groups_to_dims(policy.mesh)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             counter: Any = _OperationCounter(policy, groups)
@@ -88,9 +88,7 @@ class StepCounter:
             argument_bytes += sum(a.shard_bytes for a in assignments)
             for key, value in values.items():
                 counter.record_shard_path(get_local(value), key[1])
-            for (
-                each
-            ) in batch:  # so that its memory is not counted again, because `argument_bytes` has its shards
+            for each in batch:  # so that its memory is not counted twice: `argument_bytes` has its shard
                 counter.record_shard_path(each, "")
             with _explain_run_failures(self._step):
                 self._step.run(counter, values, batch)
@@ -113,7 +111,7 @@ def _simulate_process_group(num_processes: int) -> Generator[None]:
         raise ScopeError(
             "the cost of a step cannot be computed in this process",
             facts={"process group": dist.get_backend(simulation.get_global_group())},
-            why="layoutmap needs a default process group of its own for that, and torch has only one per process",
+            why="that needs a default process group of its own, and torch has only one per process",
             fix="plan in a process without a scope and without a process group, as layoutmap plan --on does",
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
@@ -157,7 +155,7 @@ def _make_fake_dtensor(assignment: Assignment) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _ValueSource:
-    """Where the values of a tensor come from: a weight, or a computation.
+    """Source of a tensor's values: a weight, or a computation.
 
     Args:
         path: Path of the weight that the tensor copies; empty: it was computed.
@@ -178,7 +176,7 @@ def _compute_num_bytes(tensor: torch.Tensor) -> int:
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Dispatch mode that counts the operations of this process, while it is active."""
+    """Dispatch mode that counts the operations on this process's shards while it is active."""
 
     def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]]):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
@@ -204,15 +202,15 @@ class _OperationCounter(TorchDispatchMode):
         self._paths_by_storage[get_storage_key(local)] = path
 
     def mark_phase(self, name: Phase) -> AbstractContextManager[None]:
-        """Count the operations until the block ends as those of the phase `name` of the step."""
+        """Count operations as those of a phase of the step until the block ends."""
         return set_temporarily(self, "_phase", name)
 
     def mark_optimizer_update(self) -> AbstractContextManager[None]:
-        """Count the operations until the block ends as those of the optimizer's update."""
+        """Count operations as the optimizer's update until the block ends."""
         return self.mark_phase("optimizer")
 
     def reset_counts(self) -> None:
-        """Reset the counts to zero. Memory that is in use at this time counts as resident between steps."""
+        """Reset the counts. Memory that is in use now counts as resident between steps."""
         self.flops.clear()
         self._calls.clear()
         self.watched_nodes.clear()
@@ -226,7 +224,7 @@ class _OperationCounter(TorchDispatchMode):
             cause[0] = path
 
     def iterate_collectives(self) -> Iterator[Collective]:
-        """Yield the counted collectives. Equal collectives are merged into one with their number of calls."""
+        """Yield the counted collectives. Equal collectives are merged."""
         counts = Counter[Any]((*call[:3], *call[3], call[4]) for call in self._calls)
         for (kind, dims, num_bytes, cause, phase), number in counts.items():
             yield Collective(kind, dims, number, num_bytes, cause, phase)
@@ -269,7 +267,7 @@ class _OperationCounter(TorchDispatchMode):
 
     def _find_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
         """Return the source of the result of an operator that copies, scales, or adds its inputs."""
-        # DTensor divides a replicated tensor by a dim's size to add it to partial sums. That is no copy of a weight.
+        # DTensor divides a replicated tensor by a dim's size to add it to partial sums, so it copies no weight.
         if name == "div" and len(args) > 1 and args[1] in self.policy.mesh.shape:
             return _ValueSource()
         found: list[_ValueSource] = []
@@ -281,7 +279,7 @@ class _OperationCounter(TorchDispatchMode):
                 found.append(self._storages[key][1])
         first = next((each for each in found if each.path or each.causes), _ValueSource())
         last = max(found, key=lambda each: each.number, default=first)
-        # Several concatenated gradients are reduced by one collective, which has no single cause, so forget the causes.
+        # Concatenated gradients are reduced together, so their collective has no single cause.
         return replace(last, path=first.path, causes=() if name == "cat" else first.causes)
 
     def _add_collective(
@@ -311,13 +309,13 @@ class _OperationCounter(TorchDispatchMode):
                 dims = self._groups[name]
                 return dims, math.prod(map(mesh.dim_size, dims))
             if is_group:
-                break  # this is the group of a mesh dim of size 1, which has no collectives and is not in the table
+                break  # the group of a mesh dim of size 1, which is not in the table
         return (), 1
 
     def _track_memory(
         self, tensor: torch.Tensor, source: _ValueSource | None, computed: _ValueSource
     ) -> None:
-        """Count a tensor's storage as in use until it is freed, and record its source, `computed` if None."""
+        """Count a tensor's storage as in use until it is freed, and record its source: `source`, or else `computed`."""
         key = get_storage_key(tensor)
         if key in self._paths_by_storage:
             return
@@ -338,7 +336,7 @@ class _OperationCounter(TorchDispatchMode):
 
 
 def _map_groups_to_dims(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Return a dict from the name of each process group of a mesh to the mesh dims of this group."""
+    """Return the mesh dims of each process group of a mesh, by the group's name."""
     native = convert_layout(Layout.replicated(mesh, 0))[0]
     simulation.list_ranks(native)  # torch caches this list, and cannot make it when tensors are fake
     return {

@@ -156,7 +156,7 @@ def _make_padding_note(error: LayoutError, assignment: Assignment, axis: int) ->
 
 
 def _make_replacement_note(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
-    """Return the note that an uneven axis is sharded over fewer mesh dims than its rule says, or over none."""
+    """Return the note that an uneven axis is sharded over fewer mesh dims than its rule says, or is not sharded."""
     dims = assignment.layout.list_mesh_dims(axis)
     taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
     problem = _make_problem_from_error("uneven", "note", error, assignment)

@@ -385,9 +385,7 @@ class ModelLoader:
 
     def _find_unread_slots(self, stored: Sequence[StoredVariable]) -> Sequence[str]:
         """Return the paths of saved slots that are not read because the model has no optimizer."""
-        if (
-            not self._settings or "optimizer" in self._settings
-        ):  # a model of torch or JAX gets no optimizer later
+        if not self._settings or "optimizer" in self._settings:  # not from Keras, so no optimizer comes later
             return ()
         known = {saved.path for each in stored if (saved := self.values.find_saved(each.variable))}
         slots = [v.path for v in self.values.source.variables.values() if v.kind is Kind.SLOT]

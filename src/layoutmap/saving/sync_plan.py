@@ -368,12 +368,14 @@ class SyncMatching:
             facts = ("sampler", str(variable.shape)), ("trainer", f"{source.shape}, {source.path}")
             why = "a sync copies values, and neither pads nor slices arrays"
             fix = "build both models with equal sizes, or write the variable's sources and axes in names="
-            return Problem("shape", "error", path, f"{path}: the two shapes differ", facts, why, fix)
+            return Problem("shape", "error", path, f"{path}: the models' shapes differ", facts, why, fix)
         if _find_number_kind(source.dtype) != _find_number_kind(variable.dtype):
             facts = ("sampler", variable.dtype), ("trainer", source.dtype)
             why = "a cast between these kinds of numbers changes more than their rounding"
             fix = "sync models with dtypes of the same kind, and quantize the sampler with its library afterwards"
-            return Problem("dtype", "error", path, f"{path}: the two dtypes differ in kind", facts, why, fix)
+            return Problem(
+                "dtype", "error", path, f"{path}: the models' dtypes differ in kind", facts, why, fix
+            )
         for end, each in ((self._sampler, target), *((self._trainer, source) for source in sources)):
             if not end.find_device_blocks(each):
                 what = f"{each.variable.path}: its placement on the {end.name}'s devices is unknown"

@@ -277,7 +277,7 @@ class Scope:
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
     def warn_of_unbuilt_layers(self) -> None:
-        """With `strict`, warn that rules for layers without weights are checked only when these create weights."""
+        """Warn, if the option `strict` is set, that rules for layers without weights are not checked yet."""
         unbuilt = self.session.list_unbuilt_layers()
         if not self.options.strict or not unbuilt:
             return

@@ -13,7 +13,7 @@ _METHODS = ("build", "call", "quantized_call")
 
 
 def is_calling_layer() -> bool:
-    """Return whether this thread is running the `call` of a layer, but not the `build` of any layer."""
+    """Return whether this thread is running the `call` of a layer, but no `build`."""
     methods = {method for method, _ in _iterate_running_layers()}
     return bool(methods) and "build" not in methods
 

@@ -103,7 +103,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             self._save_step()
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        """Count the batches that were trained since the last call: with `steps_per_execution`, there are several."""
+        """Count the batches trained since the last call. With `steps_per_execution`, there are several."""
         now = self._num_before + batch + 1
         self.step += now - self.batch
         self.batch, self._is_new = now, True

@@ -51,7 +51,7 @@ def _describe_object_settings(prefix: str, keras_object: Any) -> Iterator[NamedT
     except Exception:  # a custom layer may have no config, so leave out its settings
         return
     for key, value in config.items():
-        # The config of a function has its file and line, which processes may differ in, so use the function.
+        # The config of a function has its file and line, which may differ, so use the function.
         own = getattr(keras_object, key, None)
         if callable(own) and isinstance(value, dict):
             yield f"{prefix}{key}", describe_function(own)

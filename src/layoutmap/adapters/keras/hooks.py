@@ -67,7 +67,7 @@ def _wrap_layer_new(static_method: Any) -> object:
 
 
 class _UncatchableError(BaseException):
-    """Carry an error out of Keras, which catches each `Exception` of a layer that it builds by a call."""
+    """Carry an error out of Keras as a `BaseException`, because Keras catches each `Exception` of such a build."""
 
 
 def _wrap_maybe_build(original: Callable[..., None]) -> Callable[..., None]:

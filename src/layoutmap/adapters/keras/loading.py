@@ -35,11 +35,13 @@ def is_host_array(value: object) -> bool:
     if isinstance(value, (np.generic, keras.Variable, keras.KerasTensor)) or keras.ops.is_tensor(value):
         return False
     like_an_array = all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
-    return like_an_array and not hasattr(value, "__dlpack__")  # as tensors of frameworks have
+    return like_an_array and not hasattr(
+        value, "__dlpack__"
+    )  # tensors of frameworks have it, so exclude them
 
 
 def shard_host_array(assignment: Assignment, value: Any) -> object:
-    """Return the sharded engine array of a host array. Each distinct shard is read once."""
+    """Return a host array as a sharded engine array. Each distinct shard is read once."""
     engine = get_engine(get_backend(get_backend_name()).engine_name)
     name = assignment.variable.dtype
     dtype = engine.canonicalize_values(np.empty(0, getattr(ml_dtypes, name, name))).dtype

@@ -52,7 +52,7 @@ class PathLookup:
         return parent if parent is not None and any(below is layer for below in parent._layers) else None
 
     def _find_name_in_parent(self, parent: keras.Layer, layer: keras.Layer) -> str:
-        """Return the path from a parent to a layer in it."""
+        """Return the path from a parent layer to a layer in it."""
         state = len(vars(parent)), len(parent._layers)
         before, names = self._names.get(parent, (None, dict[int, str]()))
         if before != state or id(layer) not in names:
@@ -61,7 +61,7 @@ class PathLookup:
         return names[id(layer)] if id(layer) in names else str(layer.name)
 
     def _find_root_name(self, layer: keras.Layer) -> str:
-        """Return the name of a layer without a parent, numbered among the layers of its class without a parent."""
+        """Return the name of a layer without a parent, numbered among such layers of its class."""
         (name,) = renumber_names([layer])
         if name == layer.name:
             return name

@@ -251,7 +251,7 @@ def call_after_stateless_scope(function: Callable[[], None]) -> None:
 
 
 def get_global_seed_variable() -> Any:
-    """Return the state variable of Keras's global seed generator, or None if Keras has not created the generator."""
+    """Return the state variable of Keras's global seed generator, or None if no generator exists."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state
 

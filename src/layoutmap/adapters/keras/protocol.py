@@ -156,7 +156,7 @@ class Backend(ABC):
         return session.engine.relayout(array, layout)
 
     def update_references(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
-        """Update the keys and parameters that optimizers and layers derived from values that have been replaced."""
+        """Update the keys and parameters that optimizers and layers derived from values that were replaced."""
         return
 
     def make_layer_wrappers(self, layer: object, session: KerasSession) -> WrappedMethods:

@@ -92,7 +92,7 @@ class Registry:
         return id(variable) in self._records
 
     def list_variables(self) -> list[Any]:
-        """Return the variables that are alive, in the order in which they were made."""
+        """Return the variables that still exist, in the order of creation."""
         return [v for record in list(self._records.values()) if (v := record.variable()) is not None]
 
     def set_parent(self, variable: object, parent: object) -> None:

@@ -409,7 +409,7 @@ class Session(KerasSession):
             )
 
     def _describe_variable(self, variable: object) -> DescribedVariable:
-        """Describe a variable for the plan. If its layer is known, search only this layer."""
+        """Describe a variable for the plan, from its layer alone if that is known."""
         layer = self.registry.find_creating_layer(variable)
         found = self._path_lookup.describe_variable(variable, layer) if layer is not None else None
         if found is not None:

@@ -218,7 +218,7 @@ def has_shape(value: object) -> bool:
 
 
 def place_batch(batch: object, session: KerasSession, can_place: Callable[[object], bool] = has_shape) -> Any:
-    """Return a batch with arrays that `can_place` accepts sharded along the first axis, or replicated if uneven."""
+    """Shard the arrays of a batch that `can_place` accepts along the first axis, or replicate them if uneven."""
 
     def place_array(array: Any) -> object:
         if not can_place(array):

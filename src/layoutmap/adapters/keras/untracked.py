@@ -38,7 +38,7 @@ _NOT_SEARCHED = (
 )
 
 
-# Python may free cycles at any time, so the session frees them first if this finds any (decisions/0005).
+# Python may free cycles at any time, so the session collects garbage if this function finds ids (decisions/0005).
 def find_ids_outside_models(registry: Registry) -> set[int]:
     """Return ids of possible garbage: variables and optimizers outside models, and root layers if several exist."""
     layers = registry.list_layers()

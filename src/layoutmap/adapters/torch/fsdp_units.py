@@ -279,7 +279,7 @@ def gather_weights(
         if group.is_outermost and not group.model_call.is_running:
             stack.enter_context(group.model_call.mark_running())
         remaining = group.weights
-        # A unit supports the dtypes it was created with, and one forward pass at a time. Else gather all weights here.
+        # A unit supports the dtypes of its creation, and one forward pass at a time. Else gather all weights here.
         if unit is not None and unit.can_be_reused_for(sharded):
             tensors = stack.enter_context(unit.gather_parameters(inputs))
             replacements = zip(group.unit_attributes, sharded, tensors, strict=True)

@@ -31,7 +31,7 @@ from layoutmap.engines.torch.changes import install_patches
 with ImportGuard("torch"):
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # pyright: ignore[reportPrivateUsage]
 
-# How many parameter groups each optimizer had when it was last checked, so that it is checked again if it has more.
+# How many parameter groups each optimizer had at its last check, so that it is checked again if it has more.
 _num_compared_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 # By the id of each tensor that a DTensor replaced, the tensor and its path.
 _replaced_tensors: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}

@@ -28,7 +28,7 @@ class ProcessChecks:
     def __init__(self, context: ScopeContext) -> None:
         self._context = context
         self._schedule = CallSchedule()
-        self._modes: set[object] = set()  # the modes in which the program was already compared
+        self._modes: set[object] = set()  # modes in which the program was compared
 
     def check_program_of_module(self, module: torch.nn.Module, forwards: Iterable[object]) -> None:
         """Raise if the module or its code differs between processes. Check only the first call of each mode.

@@ -37,7 +37,7 @@ _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 @dataclass
 # Fused kernels need less memory, so a call counts as fused only if the model or the user says so (decisions/0165).
 class AttentionCalls:
-    """Numbers of the attention calls in a step, by kind, while it is traced."""
+    """Numbers of the attention calls in a step, by kind, counted while it is traced."""
 
     fuses: bool  # whether each call counts as one fused operation, even if the model calls no fused kernel
     num_scored: int = 0  # calls that store their scores

@@ -23,7 +23,7 @@ _MOST_SIGNS = 500  # characters of XLA's message to show
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """Step that XLA has compiled: the text of its module, and its memory in bytes per device."""
+    """Step that XLA has compiled: its module, and its memory in bytes per device."""
 
     text: str  # the compiled module
     argument_bytes: int
@@ -108,7 +108,7 @@ def _make_compile_error(name: str, target: Target, code: int, text: str) -> Engi
     }
     if "RESOURCE_EXHAUSTED" in facts["XLA said"]:
         return TooLargeError(
-            f"XLA cannot compile the step for {name!r}: the step does not fit the memory of this device",
+            f"the step does not fit the memory of {name!r}, so XLA cannot compile it",
             facts=facts,
             why="XLA for TPUs allocates all arrays while it compiles",
             fix="shard more, use a smaller batch, or recompute activations; leave verify out for an estimate",

@@ -141,7 +141,7 @@ class CauseFinder:
                     self._loop_results[id(body.ops[-1]), number] = result
 
     def find_cause(self, op: Op) -> str:
-        """Return the path of the weight that is gathered or whose gradient is reduced, or else of the layer."""
+        """Return the path of the weight that is gathered or has the reduced gradient, or else of the layer."""
         if op.name in ("all_reduce", "reduce_scatter"):
             return self._find_updated_weight_path(op.results[0]) or op.layer_path
         return self._find_argument_path(op.operands[0]) or op.layer_path

@@ -44,7 +44,7 @@ def find_equal_blocks(
 def _group_by_settings(
     paths: Sequence[str], layers: Mapping[str, object], describe_settings: Callable[[object], object]
 ) -> Iterator[list[str]]:
-    """Yield lists of `paths` whose layers have equal settings, as have their inner layers."""
+    """Yield lists of those `paths` where the layers and their inner layers have equal settings."""
     contents: dict[str, list[Any]] = {path: [] for path in paths}
     for path, layer in layers.items():
         parts = path.split(".")

@@ -25,7 +25,7 @@ from layoutmap.engines.jax.programs import iterate_inner_jaxprs
 
 _OWN_FOLDER = str(Path(layoutmap.__file__).parent)
 _FAIR_RATIO = 1.1
-"""Largest ratio of a device's work to its share that is not reported as a problem."""
+"""Largest ratio of a device's work to its share that is no problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ExplainedProducts:
     """Matrix products that one line of the user's code causes, in the forward and the backward pass.
 
     Args:
-        line: Line of the user's code; empty: all lines together, because XLA does not name the line of each product.
+        line: Line of the user's code; empty: all lines, because XLA does not name the line of each product.
         flops: Operations of each device.
         ideal_flops: Operations of all products of the line, divided by the number of devices.
     """
@@ -80,8 +80,8 @@ class StepExplanation:
     Args:
         name: Name of the step.
         mesh: Mesh of the step.
-        collectives: Collectives of the step, the largest first.
-        products: Matrix products of the step by line, the largest first.
+        collectives: Collectives, the largest first.
+        products: Matrix products by line, the largest first.
         argument_bytes: Bytes of the arguments on a device.
         temporary_bytes: Bytes that the step needs besides its arguments and results.
         recompilations: Reason of each compilation after the first.
@@ -153,7 +153,7 @@ class StepExplanation:
         return "\n".join(lines).rstrip()
 
     def _list_problems(self) -> list[str]:
-        """Return a text for each line of the user's code whose matrix products are repeated on several devices."""
+        """Return a text for each line of the user's code with products that several devices repeat."""
         why = "so devices repeat each other's work"
         return [
             f"{escape_text(each.line) or 'products'}: each device computes {each.ratio:.1f} times its share, {why}"

@@ -89,13 +89,13 @@ BARRIER = "optimization_barrier"  # operation that returns all its operands unch
 
 
 def get_source_operand(result: Value) -> Value:
-    """Return the operand that a result is made from: the same value for a barrier, and otherwise the first operand."""
+    """Return the operand that a result is made from: of a barrier, the one with the same value, otherwise the first."""
     assert result.producer is not None
     return result.producer.operands[result.index if result.producer.name == BARRIER else 0]
 
 
 def get_derived_results(op: Op, operand: Value) -> Sequence[Value]:
-    """Return the results that are made from an operand: the same values for a barrier, and otherwise all results."""
+    """Return the results that are made from an operand: of a barrier, those with the same value, otherwise all."""
     if op.name != BARRIER:
         return op.results
     return [result for result, each in zip(op.results, op.operands, strict=True) if each is operand]
@@ -116,7 +116,7 @@ def detach_from_operands(op: Op) -> None:
 
 
 def remove_unused_operations(block: Block) -> None:
-    """Remove the operations of a block whose results are not used, except returns and custom calls."""
+    """Remove the operations of a block without used results, except returns and custom calls."""
     kept: list[Op] = []
     for op in reversed(block.ops):
         if op.name in ("return", "custom_call"):

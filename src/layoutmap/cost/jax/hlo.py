@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledCollective:
-    """Collective in a compiled step, described by its kind, its number of devices, and its size."""
+    """Collective in a compiled step: its kind, its number of devices, and its size."""
 
     kind: str
     group: int  # number of devices that exchange
@@ -66,7 +66,7 @@ class CompiledCollective:
 
 
 def parse_collectives(text: str) -> Mapping[CompiledCollective, int]:
-    """Return the number of calls of each collective in a step, from the text of a compiled module."""
+    """Return the number of calls in a step of each collective of a compiled module."""
     bodies, entry = parse_computations(text)
     counts = Counter[CompiledCollective]()
     _add_collectives(bodies, entry, 1, counts, set(), _count_devices(text))
@@ -131,7 +131,7 @@ def _add_collectives(
 
 
 def list_permute_pairs(attributes: str) -> list[tuple[int, int]]:
-    """Return the pairs of source and target devices of a permute, or an empty list for all other operations."""
+    """Return the pairs of source and target devices of a permute, or an empty list for other operations."""
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     found = re.findall(r"(\d+),(\d+)", pairs[1]) if pairs else []
     return [(int(source), int(target)) for source, target in found]
@@ -140,7 +140,7 @@ def list_permute_pairs(attributes: str) -> list[tuple[int, int]]:
 def _list_tensor_sizes(kind: str, shape: str, group_size: int, is_started: bool) -> list[int]:
     """Return the bytes of each tensor that a collective exchanges: of its operand or result, whichever is larger."""
     shapes = SHAPE.findall(shape)
-    # On TPUs, a started collective also returns numbers for synchronization, which are not exchanged, so skip them.
+    # On TPUs, a started collective also returns numbers for synchronization, so skip these.
     sizes = [_compute_num_bytes(*each) for each in shapes if not is_started or each != ("u32", "")]
     if is_started and kind != "all_reduce" and len(sizes) > 1:  # operands, and then results
         half = len(sizes) // 2
@@ -167,7 +167,7 @@ _INNER = re.compile(
 
 
 def convert_dtype_name(name: str) -> str:
-    """Return numpy's name for one of XLA's element types.
+    """Return numpy's name of an XLA element type.
 
     Example:
         >>> convert_dtype_name("f32"), convert_dtype_name("pred"), convert_dtype_name("f8e4m3fn")
@@ -189,7 +189,7 @@ _IOTA = r"\[([\d,]*)\](?:T\(([\d,]*)\))?"  # iota device list: numbers from 0, a
 
 
 def find_first_device_group(attributes: str, num_devices: int) -> np.ndarray:
-    """Return the devices of the first group of a collective, parsed from its attributes in any of XLA's notations."""
+    """Return the devices of a collective's first group, from attributes in any of XLA's notations."""
     if found := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", attributes):
         return _parse_iota_devices(*found.groups()[1:]).reshape(-1, int(found[1]))[0]
     if found := re.search(
@@ -221,7 +221,7 @@ def _parse_iota_devices(sizes: str, order: str | None) -> np.ndarray:
 
 
 def _count_loop_trips(condition: list[Instruction], body: list[Instruction]) -> int:
-    """Return the number of iterations of a loop, computed from the limit and the increment of its counter."""
+    """Return the number of iterations of a loop, from the limit and the increment of its counter."""
     limits = [
         int(each.arguments.partition(")")[0])
         for each in condition

@@ -124,7 +124,7 @@ class _CountedStep:
     def compute_new_values(
         self, tracer: StepTracer, values: Mapping[Key, object], batch: Sequence[object]
     ) -> Mapping[Key, Any]:
-        """Return the values of the variables after a step. The loss of the step has the key `("", "loss")`."""
+        """Return the values of the variables after a step, and the loss under the key `("", "loss")`."""
         variables = {e.spec.key: e.variable for e in self._entries if e.spec.key in values}
         trained = [key for key, variable in variables.items() if id(variable) in self._trained]
         frozen = [key for key in variables if key not in set(trained)]

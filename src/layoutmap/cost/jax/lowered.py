@@ -60,7 +60,7 @@ class StepCounter:
         self._fuses = fuse_attention
         self._recomputes = _make_remat_predicate(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        # The key has the skipped blocks, and the layouts if the traced step depends on them.
+        # The key has the skipped blocks, and the layouts if the step depends on them.
         self._modules: dict[tuple[frozenset[str], Hashable], _LoweredModule] = {}
         self._needs_mesh = False  # whether the step's own code names mesh dims
         self._compiled: dict[tuple[bytes, int, str], CompiledStep] = {}  # by module hash, devices, target
@@ -80,7 +80,7 @@ class StepCounter:
             raise EngineError(
                 f"the cost of a step cannot be computed with XLA's compiler for {target!r}",
                 why="XLA for TPUs computes parts of collectives inside fusions, where they cannot be counted",
-                fix=f"leave target out, or compare with print(lowered.verify(.., target={target!r}))",
+                fix=f"leave target out, or print lowered.verify(.., target={target!r})",
             )
         layouts = {a.variable.key: a.layout for a in assignments}
         counts = self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
@@ -104,7 +104,7 @@ class StepCounter:
         held = _find_peak_tensors(counts)
         if target:
             peaks = [counts.compiled_bytes]
-            # The compiled peak may be below the estimated one, so list only the largest tensors that fit into it.
+            # The compiled peak replaces the estimate, so list only the largest tensors that fit into it.
             sums = itertools.accumulate(each.num_bytes for each in held)
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
@@ -125,7 +125,7 @@ class StepCounter:
 
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the first array that each layer returns, by path, for the layers that were already traced."""
+        """Shape of the first array that each layer returns, by path, for the layers traced so far."""
         traced = {p: s[0] for module in self._modules.values() for p, s in module.outputs.items() if s}
         equal = {p: traced[stack[0]] for stack in self._step.blocks for p in stack if stack[0] in traced}
         return {**equal, **traced}
@@ -204,7 +204,7 @@ class StepCounter:
         )
 
     def _find_equal_stack_indices(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
-        """Return the indices of the stacks in which all blocks have equal layouts, and therefore equal costs."""
+        """Return the indices of the stacks where all blocks have equal layouts, and therefore equal costs."""
         contents: dict[str, list[object]] = {path: [] for stack in self._step.blocks for path in stack}
         for variable in self._step.variables:
             if (block := _find_block_path(variable, contents)) is not None:
@@ -253,11 +253,11 @@ class StepCounter:
         modules = [shardy.serialize_module(placed)]
         return self._compile_new_modules(modules, policy.mesh.size, target, on_wait)[0]
 
-    # Compiling for a GPU takes seconds to minutes, so compiled modules are stored for later calls (decisions/0156).
+    # Compiling for a GPU takes seconds to minutes, so compiled modules are stored (decisions/0156).
     def _compile_new_modules(
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
-        """Return the compiled steps of modules. Only modules that were not compiled before are compiled."""
+        """Return the compiled steps of modules. Modules that were compiled before are not compiled again."""
         keys = [(hashlib.sha256(each).digest(), num_devices, target) for each in modules]
         new = {key: each for key, each in zip(keys, modules, strict=True) if key not in self._compiled}
         self._compiled.update(
@@ -324,7 +324,7 @@ _NOTE = "activations inside of layers are recomputed in the backward pass, whate
 
 
 def _make_remat_predicate(step: TrainingStep, remat: str | None) -> Callable[[str], bool] | None:
-    """Return a function that tells for a layer's path whether the layer is recomputed, or None without `remat`."""
+    """Return a function that tells from a layer's path whether the layer is recomputed, or None without `remat`."""
     if remat is None:
         return None
     if remat == "blocks":
@@ -334,7 +334,7 @@ def _make_remat_predicate(step: TrainingStep, remat: str | None) -> Callable[[st
 
 
 class _UnequalBlockError(Exception):
-    """Raised when a block cannot be skipped because it differs in behavior from the first block of its stack."""
+    """Raised when a block cannot be skipped because it behaves differently from the first block of its stack."""
 
     def __init__(self, path: str):
         self.path = path
@@ -348,15 +348,15 @@ def _find_block_path(variable: VariableSpec, blocks: Mapping[str, object]) -> st
 
 @dataclass(frozen=True)
 class _LoweredModule:
-    module: Any  # module of a step without its skipped blocks
+    module: Any  # of a step without its skipped blocks
     variables: Sequence[VariableSpec]  # first arguments and results of the module
-    num_skipped: int  # number of variables of skipped blocks, which are the last arguments of the module
+    num_skipped: int  # number of variables of skipped blocks, the last arguments of the module
     num_other_results: int
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
     attention_notes: Sequence[str]
 
     def make_layout_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
-        """Return a function that returns a layer output's layout, or None, from the layer's path and the shape."""
+        """Return a function from a layer's path and an output's shape to the layout of this output, or None."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
         for path, shapes in self.outputs.items():
             rule = policy.find_activation_layout(path)
@@ -376,7 +376,7 @@ def _lower_without_blocks(
     recomputes: Callable[[str], bool] | None,
     fuses: bool,
 ) -> _LoweredModule:
-    """Trace and lower a step without its skipped blocks, and return the lowered module.
+    """Trace and lower a step without its skipped blocks, and return the module.
 
     `skipped` maps the path of each to that of an equal block. `layouts` is None unless the code names mesh dims or axes
     are explicit. Without layouts, the outputs of layers are marked, so that layouts can be added later.
@@ -455,7 +455,7 @@ def _explain_trace_failures(step: TrainingStep, tracer: _LayerTracer) -> Generat
         raise ScopeError(
             f"{step.name}: the training step fails when it is traced",
             facts={"inputs": inputs, type(error).__name__: str(error).strip().partition("\n")[0]},
-            why="to compute the cost, the step is traced with shapes instead of values, as in jax.jit",
+            why="for its cost, the step is traced with shapes instead of values, as in jax.jit",
             fix="pass inputs= with the shapes and dtypes of the model's inputs, and call the model with "
             "them in a test",
         ) from error
@@ -523,7 +523,7 @@ class _LayerTracer:
             return jax.tree.unflatten(tree, _constrain_output_leaves(leaves, self.policy, path))
 
     def check_call_counts(self) -> None:
-        """Raise an `_UnequalBlockError` if a skipped block is not called as often as the first block of its stack."""
+        """Raise if a skipped block is not called as often as the first block of its stack."""
         for path, first_path in self.skipped.items():
             if len(self._calls.get(path, [])) != len(self._calls.get(first_path, [])):
                 raise _UnequalBlockError(path)
@@ -559,13 +559,13 @@ _ABSTRACT = NamedSharding(_MARKED, PartitionSpec())
 
 
 class _StandInDevice:
-    """Stand-in for JAX's default device, because JAX would start a backend to find a real device."""
+    """Stand-in for JAX's default device, because looking for a real one would start a backend."""
 
     platform = "tpu"
 
     @property
     def client(self) -> _StandInDevice:
-        """Object that JAX asks for the platform of the device, which is this stand-in itself."""
+        """Object that JAX asks for the platform of the device."""
         return self
 
 
@@ -609,7 +609,7 @@ def _cancel_negative_counts(num_calls: Mapping[Collective, int]) -> Iterator[tup
 
 
 def _merge_repeated_layers(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return collectives in which equal ones of repeated layers are merged, with `*` for the number of the layer."""
+    """Return collectives in which equal ones of repeated layers are merged, with `*` for the layer's number."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
         cause = replace_numbers(each.cause)

@@ -32,16 +32,16 @@ MATERIALIZING = frozenset(
 )
 """Operations that read their operands from memory, so that XLA does not fuse the operands into them."""
 
-_SMALL = 4096  # bytes; constants up to this size count as scalars, because they may be tables with a number per device
+_SMALL = 4096  # bytes; smaller constants count as scalars, as they may be tables with one number per device
 
 _MULTIPLE = 8  # tensor cores multiply 16-bit elements in multiples of 8
 _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
-"""Operations that may compute the gradient of a weight, so the search for gradients ends at them."""
+"""Operations that may compute a weight's gradient, so that a search for it ends there."""
 
 
 _MORE, _RECOMPUTED, _WORKSPACE, _COMBINED = 1.1, 1.5, 4 << 20, 30 << 20
-"""Factors for the counted bytes without and with recomputed activations; bytes of a workspace; largest number of bytes
-of collectives of one kind that XLA combines.
+"""Factors of the counted bytes without and with recomputed activations; bytes of a workspace; most bytes of collectives
+of one kind that XLA combines.
 """
 
 
@@ -51,7 +51,7 @@ def estimate_upper_bound(
     recomputes: bool = False,
     # XLA adds copies and gaps that no rule predicts, so a margin is added to the count (decisions/0165).
 ) -> int:
-    """Return an upper bound of the bytes that XLA for GPUs needs in addition to the arguments of a step.
+    """Return an upper bound of the bytes that XLA for GPUs needs besides a step's arguments.
 
     The margin covers copies, gaps between buffers, workspaces, and the operands of collectives that XLA combines. It is
     larger if activations are recomputed outside of loops, since XLA may delay weight gradients then.
@@ -83,12 +83,12 @@ def order_gradients_last(ops: Sequence[Op]) -> list[Op]:
 
 
 def is_remat_barrier(op: Op) -> bool:
-    """Return whether an operation is a barrier that precedes recomputed activations."""
+    """Return whether an operation is a barrier before recomputed activations."""
     return op.name == BARRIER and not op.is_fused and any(value.size > 1 for value in op.operands)
 
 
 def order_gradients_first(ops: Sequence[Op]) -> list[Op]:
-    """Return operations in an order that computes weight gradients and updates as early as possible."""
+    """Return operations in an order with weight gradients and updates as early as possible."""
     return _order_forward_first(ops, _find_backward_op_ids(ops), _find_gradient_op_ids(ops))
 
 
@@ -132,7 +132,7 @@ def _find_backward_op_ids(ops: Sequence[Op]) -> Set[int]:
 
 
 def _add_dependent_ids(op_ids: Set[int], ops: Sequence[Op]) -> Set[int]:
-    """Return `op_ids`, and the ids of all operations that depend on the results of these operations."""
+    """Return `op_ids`, and the ids of all operations that depend on the results of these."""
     found = set(op_ids)
     for op in ops:
         if any(id(value.producer) in found for value in op.operands):
@@ -220,7 +220,7 @@ class BlockMemory:
         return peak
 
     def _describe_memory(self, values: Iterable[Value], op: Op) -> Counter[object]:
-        """Return the bytes in memory by description, including the memory at the peak of a loop or branch."""
+        """Return the bytes in memory by description, with those at the peak inside a loop or branch."""
         assert self._describe_value is not None
         found = Counter[object]()
         for value in values:

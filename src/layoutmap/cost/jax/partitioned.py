@@ -184,7 +184,7 @@ class _MeshPositions:
         self._coords = dict(zip(mesh.dim_names, np.unravel_index(self._devices, mesh.shape), strict=True))
 
     def find_collective_dims(self, attributes: str) -> tuple[tuple[str, ...], int]:
-        """Return a collective's mesh dims and its number of devices, or 0 for all devices along these dims."""
+        """Return a collective's mesh dims and group size, or 0 for groups of all devices along these dims."""
         if "source_target_pairs=" in attributes:
             ends = np.array(list_permute_pairs(attributes), int).reshape(-1, 2)
             dims = [dim for dim, at in self._coords.items() if (at[ends[:, 0]] != at[ends[:, 1]]).any()]
@@ -280,7 +280,7 @@ def _read_attribute(line: Instruction, pattern: str) -> str:
 
 
 def _count_loop_trips(op: Op) -> int:
-    """Return the iterations of a loop whose condition compares a counter with a constant, or 1 for other loops."""
+    """Return the iterations of a loop that compares a counter with a constant, or 1 for other loops."""
     block = op.blocks[-2]  # the condition of the loop, because its body is the last block
     root = block.return_values[0].producer
     if root is None or root.name != "compare":
@@ -303,7 +303,7 @@ def _parse_shape(text: str) -> tuple[int, ...]:
 
 
 def _make_values(shape: str) -> Any:
-    """Return a new value with a shape in HLO's notation, or a list of new values for the shape of a tuple."""
+    """Return a new value of a shape in HLO's notation, or a list of values for a tuple."""
     if not shape.startswith("("):
         found = SHAPE.search(shape)
         # A text that is no shape is a token, so return a value without elements.
@@ -312,7 +312,7 @@ def _make_values(shape: str) -> Any:
 
 
 def _split_tuple_shape(shape: str) -> list[str]:
-    """Return the shapes of the elements of a tuple, from the text of the tuple's shape."""
+    """Return the shapes inside a tuple's shape."""
     parts, depth, start = list[str](), 0, 1
     for origin, sign in enumerate(shape):
         depth += (sign in "([{") - (sign in ")]}")

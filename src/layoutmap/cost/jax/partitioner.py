@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layoutmap.cost.jax.compiler_process import MODULE, answer_and_exit, answer_from_dump_file
 
-_MOST_SECONDS = 10  # longest time to wait for the partitioned module after compilation has ended
+_MOST_SECONDS = 10  # longest time to wait for the dump after compilation
 _MOST_DEVICES = 2048
 _PRINTS = ("dump_to=.", "dump_hlo_pass_re=spmd-partitioning", "dump_hlo_as_text", "dump_large_constants")
 ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_CPP_MIN_LOG_LEVEL": "2"}

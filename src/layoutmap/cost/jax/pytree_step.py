@@ -34,7 +34,7 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 def describe_step(
     session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return the training step of a model from a dry run. `optimizer` and `loss` precede those of `train_with`.
+    """Return the training step of a model. `optimizer` and `loss` take precedence over those of `train_with`.
 
     With the loss of `train_with`, `inputs` is a batch as for `check_parity`.
     """
@@ -118,7 +118,7 @@ class _CountedStep:
     def compute_new_values(
         self, tracer: StepTracer, values: Mapping[Key, jax.Array], batch: Sequence[jax.Array]
     ) -> Mapping[Key, jax.Array]:
-        """Return the values of the variables after a step. The loss of the step has the key `("", "loss")`."""
+        """Return the values of the variables after a step, and the loss under the key `("", "loss")`."""
         inputs, targets = jax.tree.unflatten(self._tree, batch)
         trained = [key for key in self._trained if key in values]
         frozen = [s.key for s in self._specs if s.key in values and s.key not in self._trained]

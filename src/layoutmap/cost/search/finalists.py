@@ -12,7 +12,7 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_candidate, is_better
 from layoutmap.cost.verified import TooLargeError, Verified
 
-_OTHERS = 2  # number of maps to compile that the search ranked next to the best one
+_OTHERS = 2  # number of next best maps to compile
 _ERROR = 0.05  # relative error of counted times
 _SMALL = 1e-3  # seconds; estimates of shorter steps are least exact, as XLA changes small collectives, so compile all
 
@@ -22,8 +22,8 @@ def choose_best_compiled(
 ) -> SearchOutcome:
     """Compile the best and the built-in maps, and return the outcome with the map that is best as compiled.
 
-    `compute_compiled_cost` compiles a step with a map. If no compiled map fits, for example after an early interrupt,
-    the best map does not change. Built-in maps that were compiled precede the other ones.
+    `compute_compiled_cost` compiles a step with a map. If no compiled map fits, as after an early interrupt, the best
+    map does not change. Built-in maps that were compiled precede others.
     """
     compiled, failed = dict[object, Candidate](), list[str]()
     is_small = outcome.best.cost is not None and outcome.best.cost.seconds < _SMALL

@@ -11,7 +11,7 @@ from functools import cached_property
 from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.variables import Kind, VariableSpec
 
-_SMALL = 0.001  # share of all bytes below which a search does not choose the layout of a group
+_SMALL = 0.001  # share of all bytes below which a search chooses no layout for a group
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class VariableGroup:
 
     @cached_property
     def split_layer_path(self) -> tuple[str, ...]:
-        """Path of the layer, split at its numbers and without them, so that repeated layers have the same value."""
+        """Path of the layer, split at its numbers, so that it is equal for repeated layers."""
         return split_at_numbers(self.paths[0].rpartition(".")[0])
 
     def can_shard(self, axis: int, num_shards: int, *, whole_heads: bool = False) -> bool:
@@ -96,7 +96,7 @@ def _make_variable_group(variables: Sequence[VariableSpec]) -> VariableGroup:
 
 
 def select_searched_groups(groups: Sequence[VariableGroup]) -> tuple[tuple[VariableGroup, ...], ...]:
-    """Return the groups whose layouts a search chooses, as tuples of similar groups that share one choice.
+    """Return the groups for which a search chooses layouts, as tuples of similar groups that share one choice.
 
     Groups of small variables are left out: a bias follows the kernel of its layer, and a norm is replicated.
     """

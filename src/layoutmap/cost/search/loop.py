@@ -25,7 +25,7 @@ _OTHERS = 4
 
 @dataclass(frozen=True)
 class MapCost:
-    """Time and peak memory of a step with a layout map, estimated or as XLA compiles the step."""
+    """Time and peak memory of a step with a layout map."""
 
     seconds: float
     peak_bytes: int  # per device
@@ -40,7 +40,7 @@ OnTried = Callable[[int, "Candidate"], object]
 class Candidate:
     """Layout map with its cost."""
 
-    name: str  # such as "fully sharded" for a built-in map, or "found" for a map of the search
+    name: str  # such as "fully sharded" for a built-in map, or "found"
     layout_map: RuleSet
     cost: MapCost | None  # None: the map cannot be used
     max_bytes: int  # memory of a device in bytes
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def cost_key(self) -> object:
-        """Key that is equal for maps with the same mesh, cost, and recomputing, even if their rules differ."""
+        """Key that is equal for maps with equal cost on one mesh, even if their rules differ."""
         return self.layout_map.mesh, self.cost, self.recomputes
 
     @property
@@ -69,19 +69,19 @@ class Candidate:
 
     @property
     def num_rules(self) -> int:
-        """Number of rules for variables and for activations."""
+        """Number of rules."""
         return len(self.layout_map) + len(self.layout_map.activations)
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """Outcome of a search: the best map, and the maps to compare it with."""
+    """Outcome of a search."""
 
     best: Candidate
     built_in_maps: tuple[Candidate, ...]  # best first
     maps: frozenset[str]  # YAML of each map that was tried, with or without recomputing
     is_complete: bool  # False after an interrupt
-    runners_up: tuple[Candidate, ...] = ()  # next best maps, in case XLA needs more memory for `best`
+    runners_up: tuple[Candidate, ...] = ()  # next best maps, in case XLA needs more memory
     without_recomputing: Candidate | None = None  # best map without recomputing, if the best one recomputes
 
     @property
@@ -112,7 +112,7 @@ class _LimitedSearch:
         return self._most - len(self._known)
 
     def evaluate_map(self, name: str, layout_map: RuleSet) -> Candidate:
-        """Return a map with its cost, which is computed once. Raise `BudgetSpent` for a new map if none is left."""
+        """Return a map with its cost. Raise `BudgetSpent` for a new map after `max_maps` maps."""
         key = layout_map.to_yaml()
         if key not in self._known:
             if not self.num_left and self._known:
@@ -171,7 +171,7 @@ class _LimitedSearch:
         for position, roles in enumerate(meshes):
             on_mesh = [built_in_maps[n] for n in order if built_in_maps[n].roles == roles]
             space = LayoutSpace(model, roles, extra_layouts=[(e.layouts, e.output_specs) for e in on_mesh])
-            # The meshes with the best built-in maps come first, so each one gets half of the remaining budget.
+            # Meshes with the best built-in maps come first, so each one gets half of the remaining budget.
             max_maps = self.num_left if position == len(meshes) - 1 else self.num_left // 2
             if max_maps < 1:
                 break
@@ -226,7 +226,7 @@ def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def is_better(new: Candidate, old: Candidate) -> bool:
-    """Return whether `new` lacks less memory than `old`, or lacks as much and is faster by more than `TIE`."""
+    """Return whether `new` exceeds the memory limit by less, or by as much and is faster by more than `TIE`."""
     return (new.ranking_key[0], new.ranking_key[1]) < (old.ranking_key[0], old.ranking_key[1] * (1 - TIE))
 
 
@@ -278,11 +278,9 @@ def search_maps(
     if best is None or best.missing_bytes:
         raise _make_no_fit_error(best, max_bytes, len(maps))
     rows: dict[object, Candidate] = {}  # each built-in map, with or without recomputing, whichever is better
-    found = sorted(
-        (e for search in searches for e in search.built_in_maps), key=lambda each: each.ranking_key
-    )
-    for built_in in found:
-        rows.setdefault((built_in.name, built_in.layout_map.mesh), built_in)
+    found = (each for search in searches for each in search.built_in_maps)
+    for each in sorted(found, key=lambda each: each.ranking_key):
+        rows.setdefault((each.name, each.layout_map.mesh), each)
     tried = (t for search in searches for t in reversed(search.candidates))
     fitting = {t.cost_key: t for t in tried if not t.missing_bytes and t.cost_key != best.cost_key}
     runners_up = sorted(fitting.values(), key=lambda candidate: candidate.ranking_key)
@@ -305,7 +303,7 @@ def _can_recomputing_help(search: _LimitedSearch) -> bool:
 
 
 def _is_remat_better(usual: _LimitedSearch, remat: _LimitedSearch) -> bool:
-    """Return whether the best map with recomputed activations is better than the best map without recomputing."""
+    """Return whether the best map with recomputing is better than the best map without it."""
     before, best = usual.choose_best(), remat.choose_best()
     return before is not None and best is not None and is_better(best, before)
 
@@ -328,8 +326,7 @@ def _make_no_fit_error(nearest: Candidate | None, max_bytes: int, num_tried: int
             "missing": format_bytes(nearest.missing_bytes),
             "maps tried": num_tried,
         },
-        why="with each map in the search, a step needs more memory than a device has, by an estimate that is an "
-        "upper bound",
+        why="with each map in the search, a step is estimated to need more memory than a device has",
         fix="use more devices or a smaller batch, or raise the limit"
         if nearest.recomputes
         else "use more devices or a smaller batch, recompute activations (jax.checkpoint), or raise the limit",

@@ -34,9 +34,7 @@ class Option:
     """Choice of a layout for a variable group, independent of the mesh."""
 
     model_axis: int | None = None  # axis that the model dim shards
-    shards_data_dim: bool = (
-        False  # whether the data dim also shards an axis, so that each use gathers the weight
-    )
+    shards_data_dim: bool = False  # whether the data dim shards an axis, so that each use gathers the weight
 
 
 REPLICATED = Option()
@@ -44,7 +42,7 @@ REPLICATED = Option()
 
 @dataclass(frozen=True, slots=True)
 class MeshRoles:
-    """Mesh of a search, and the roles of its dims: which dims shard the batch, and which dim shards layers."""
+    """Mesh of a search, with the roles of its dims: one shards the batch, and one shards layers."""
 
     mesh: Mesh
     data_dim: str | None  # dim that shards the batch, and weights if needed; None: no dim shards the batch
@@ -58,12 +56,12 @@ class MeshRoles:
 
     @property
     def data_size(self) -> int:
-        """Number of devices along the data dim, or 1 without a data dim."""
+        """Number of devices along the data dim."""
         return self.mesh.dim_size(self.data_dim) if self.data_dim else 1
 
     @property
     def model_size(self) -> int:
-        """Number of devices along the model dim, or 1 without a model dim."""
+        """Number of devices along the model dim."""
         return self.mesh.dim_size(self.model_dim) if self.model_dim else 1
 
 
@@ -83,7 +81,7 @@ def assign_dim_roles(mesh: Mesh, batch_dim: BatchDim | None) -> MeshRoles:
 
 
 def list_search_meshes(num_devices: int, batch_size: int | None, widest: int) -> tuple[MeshRoles, ...]:
-    """Return the meshes of `num_devices` devices that a search tries. Meshes with a small model dim come first.
+    """Return the meshes of `num_devices` devices that a search tries, those with a small model dim first.
 
     The data dim divides the batch size, if that is known. The model dim is at most `widest`, because each layer
     exchanges activations over it.

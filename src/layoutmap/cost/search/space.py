@@ -77,7 +77,7 @@ class SearchedModel:
 
     @cached_property
     def free_blocks(self) -> tuple[BlockStack, ...]:
-        """Stacks of blocks whose outputs no kept rule matches, so that the search chooses their layouts."""
+        """Stacks of blocks with outputs that no kept rule matches."""
         kept = self.kept
         return tuple(b for b in self.blocks if kept is None or not kept.activations.match(b.paths[0]).rule)
 
@@ -94,7 +94,7 @@ class SearchedModel:
     def make_layout_map(
         self, roles: MeshRoles, layouts: GroupLayouts, output_specs: Mapping[BlockStack, Specs | None]
     ) -> RuleSet:
-        """Return the map with these layouts. A bias without one follows its kernel; other groups are replicated."""
+        """Return the map with these layouts. A bias without one follows its kernel, and other groups are replicated."""
         every = dict(layouts)
         for bias, kernel in map_biases_to_kernels(self.groups).items():
             if bias not in every and kernel in every:

@@ -277,7 +277,7 @@ class JaxEngine:
     def call_with_layout(
         self, function: Callable[..., object], layout: Layout, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a function, and return its result in a layout. No device stores the global value.
+        """Call a function, and return its result in a layout. If possible, no device stores the global value.
 
         Arrays in the arguments are inputs of the compiled function, and other arguments are constants of it. The result
         equals that of an unsharded call bit for bit, unless the function sums elements: then it is one program.

@@ -30,7 +30,7 @@ def get_parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any],
 def list_modules(
     root: torch.nn.Module, *, remove_duplicate: bool = True
 ) -> list[tuple[str, torch.nn.Module]]:
-    """Return a module and its submodules by name. Without `remove_duplicate`, include all names of shared modules."""
+    """Return a module and its submodules, with names. With `remove_duplicate`, a shared module has one name."""
     return [*root.named_modules(remove_duplicate=remove_duplicate)]
 
 

@@ -215,7 +215,7 @@ def _warn_of_other_processes(num_devices: int) -> None:
 def _count_launched_processes() -> int:
     """Return the number of processes that a launcher started, or 0 without a launcher."""
     number = int(os.environ.get("WORLD_SIZE", "0"))
-    # torchrun sets both variables, but a shell may set only WORLD_SIZE, so WORLD_SIZE=1 alone means nothing.
+    # torchrun sets both variables, but a shell may set only WORLD_SIZE=1, which means nothing.
     return number if number > 1 or "MASTER_ADDR" in os.environ else 0
 
 

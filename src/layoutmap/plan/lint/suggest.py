@@ -124,7 +124,7 @@ class LayoutSuggestions:
         return None if w.shape[axis] // layout.num_shards(axis) % unit else layout
 
     def _shard_first_even_axis(self, a: Assignment, axes: Sequence[int]) -> Layout | None:
-        """Return the layout with one axis sharded over the largest mesh dim that divides any axis, or None for none."""
+        """Shard one axis over the largest mesh dim that divides any axis. Return the layout, or None if no dim does."""
         shape = a.variable.shape
         for dim in self._dims:
             for axis in axes:

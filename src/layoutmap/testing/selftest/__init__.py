@@ -66,7 +66,7 @@ def run_selftest(options: Any) -> Report | None:
             num_workers=None if options.simulate else 1,  # two workers would share the memory of a device
             simulate=options.simulate,
             mesh=options.mesh,
-            settings={"TMPDIR": folder},  # so that temporary files of killed processes are removed, too
+            settings={"TMPDIR": folder},  # so that files of killed processes are removed, too
         )
         results = (
             schedule.run_cases()

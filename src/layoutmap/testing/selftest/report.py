@@ -145,7 +145,7 @@ class Report:
         raise LayoutMapError(
             "no machine file can be written",
             why="no collective was measured among two devices or more",
-            fix="start the self-test on several devices, as with torchrun or --simulate 8, and pass a larger --minutes",
+            fix="start it on several devices, as with torchrun or --simulate 8, and pass a larger --minutes",
         )
 
     @property

@@ -228,7 +228,7 @@ def _make_process_error(method_name: str, texts_by_process: dict[int, str]) -> S
             fix="fix the error that this process reports, and restart all processes",
         )
     return ScopeError(
-        f"{method_name}: the processes call different methods or pass different batch shapes",
+        f"{method_name}: the processes call different methods or pass different shapes or types",
         facts=facts,
         why="all processes must make the same calls, with equally many batches and rows",
         fix="make equal calls with equally many rows in each process: drop or repeat rows",
@@ -300,7 +300,7 @@ def wrap_save(model: keras.Model, session: KerasSession, method_name: str) -> Ca
                 f"{method_name}: another process could not write its file",
                 facts={f"process {n}": each for n, each in zip(numbers, errors, strict=True) if each},
                 why="of the processes that save to the same path, the first writes the file for all",
-                fix="fix the error of the process above, and save again in all processes",
+                fix="fix the error of each process above, and save again in all processes",
             )
         return result
 

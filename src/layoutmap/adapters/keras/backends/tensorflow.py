@@ -88,7 +88,7 @@ class TensorFlowBackend(Backend):
         return not tf.executing_eagerly()
 
     def store_value(self, variable: Any, value: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Store a `DVariable`, and let reads return layouts that operations support. Return the new `_layout` tag."""
+        """Store a `DVariable` that is read in layouts that operations support. Return the new `_layout` tag."""
         if not assignment.layout.is_fully_replicated() or is_building_eagerly():
             value.value = make_weight_reader(value, assignment.layout, session)
         tag = object()

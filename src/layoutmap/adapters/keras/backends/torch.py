@@ -70,7 +70,7 @@ class TorchBackend(Backend):
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
         (keras.Model, "_post_quantize"),
-    )  # they would read variables without values; `update_references` does their work
+    )  # these would read variables without values, so `update_references` does their work
     global_init_reasons = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs the whole matrix",

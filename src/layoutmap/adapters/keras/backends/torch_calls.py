@@ -31,7 +31,7 @@ from layoutmap.engines.torch.placing import reduce_partial, to_unsharded
 
 
 def place_on_mesh(values: object, session: KerasSession) -> Any:
-    """Return values with unsharded arrays on the mesh, sharded along the first axis, or replicated if uneven."""
+    """Shard the unsharded arrays in nested values along the first axis, or replicate them if that is uneven."""
     return place_batch(values, session, _is_unsharded_array)
 
 
@@ -176,9 +176,6 @@ def _constrain_to_batch_layout(outputs: object, layer: object, session: KerasSes
     if session.thread_state.model_in_step is not layer:
         return outputs
     return place_batch(outputs, session, lambda value: isinstance(value, torch.Tensor))
-
-
-# -- off the mesh
 
 
 def _unshard_tensor(value: object) -> object:

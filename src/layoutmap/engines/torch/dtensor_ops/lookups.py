@@ -93,7 +93,7 @@ def find_local_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert an index to row numbers of this device's shard. Return them with a mask of the rows that the shard has.
 
-    The indexed axis has `size` elements on all devices together, and is sharded over the mesh dims `dims`.
+    The indexed axis has `size` elements on all devices, and is sharded over the mesh dims `dims`.
     """
     numbers = list_shard_indices(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])

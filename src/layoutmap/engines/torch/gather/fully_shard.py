@@ -82,7 +82,7 @@ class GatherUnit(torch.nn.Module):
     ) -> None:
         super().__init__()
         offload: Any = options.get("offload_policy")
-        # The base policy lacks this attribute, and does not offload, so nothing is moved.
+        # The base policy, which does not offload, lacks this attribute.
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _move_to_cpu(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
