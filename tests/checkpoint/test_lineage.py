@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,14 @@ def test_what_is_no_metric_is_not_compared(tmp_path: Path, metrics: object) -> N
 
     assert [20] == list(history.read_steps())
     assert [10] == history.damaged
+
+
+@pytest.mark.parametrize("num_bytes", [16383, 16384, 16385])
+def test_a_manifest_that_another_program_has_formatted_is_read(tmp_path: Path, num_bytes: int) -> None:
+    """Also one with as many bytes as are read at first."""
+    save(tmp_path, 10, values_of(0))
+    path = tmp_path / "step-10" / NAME
+    text = json.dumps(json.loads(path.read_text()))
+    path.write_text(text + " " * (num_bytes - len(text)))
+
+    assert [10] == list(StepHistory(LocalStorage(tmp_path)).read_steps())

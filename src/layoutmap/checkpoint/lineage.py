@@ -175,7 +175,11 @@ def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
     """Return the lineage of a step, read from its manifest, or `None` if the manifest is unreadable or invalid."""
     try:
         size = storage.get_file_size(storage.get_folder_name(step), NAME) or 0
-        found = _read_facts(storage, step, min(size, _HEAD_BYTES)) or _read_facts(storage, step, size)
+        found = None
+        if size > _HEAD_BYTES:
+            found = _read_facts(storage, step, _HEAD_BYTES, is_whole=False)
+        if found is None:
+            found = _read_facts(storage, step, size, is_whole=True)
         saved = read_lineage_from_facts(step, found)
         is_right = all(type(number) is int for number in [*saved.lines.values(), saved.order])
         are_numbers = all(type(value) in (int, float) for value in saved.metrics.values())
@@ -184,8 +188,8 @@ def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
         return None  # the step was deleted meanwhile, or is damaged, so opening it raises an error
 
 
-def _read_facts(storage: Storage, step: int, num_bytes: int) -> Any:
-    """Return the entries before the metadata of a manifest, or `None` if `num_bytes` bytes do not contain them."""
+def _read_facts(storage: Storage, step: int, num_bytes: int, *, is_whole: bool) -> Any:
+    """Return the entries before a manifest's metadata, or `None` if `num_bytes` of more bytes do not contain them."""
     check_size_limit(f"{storage.where}/{storage.get_folder_name(step)}/{NAME}", num_bytes)
     data = bytearray(num_bytes)
     count = storage.read_file_into(storage.get_folder_name(step), NAME, 0, memoryview(data))
@@ -193,4 +197,4 @@ def _read_facts(storage: Storage, step: int, num_bytes: int) -> Any:
     if is_there:
         return json.loads(head + b"}")
     # Another program has reformatted the manifest, so the text before its metadata is not found. Parse all of it.
-    return None if num_bytes == _HEAD_BYTES else json.loads(data)
+    return json.loads(data) if is_whole else None
