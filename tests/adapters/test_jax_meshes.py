@@ -100,7 +100,7 @@ def ambient(name):
     """Set a mesh of the same devices with axes of this type, or none, and ignore the warning about other types."""
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.filterwarnings(
-            "ignore", "jax.set_mesh is active with the layout map's mesh", lm.LayoutMapWarning
+            "ignore", "the mesh of jax.set_mesh and the layout map's mesh", lm.LayoutMapWarning
         )
         if name is not None:
             types = (getattr(AxisType, name.title()),) * 2
