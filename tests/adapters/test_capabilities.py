@@ -29,11 +29,11 @@ def test_nine_methods_are_enough_to_build():
     assert {
         "describe_later_variables",
         "explain_no_padding",
-        "refuse_models",
+        "forbid_building_models",
         "read_library_options",
     } == methods - written
     assert None is Least().read_library_options({}, ScopeOptions(), spans_processes=False)
-    with Least().refuse_models("keras"):
+    with Least().forbid_building_models("keras"):
         assert isinstance(Least(), protocol.ModelAdapter)
 
 

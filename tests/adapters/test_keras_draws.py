@@ -57,7 +57,7 @@ def must_be_global(engine_name, made):
         return made.blocks is None
     where = {"torch": "deferred_init.tape", "tensorflow": "pieces", "jax": "programs"}[engine_name]
     programs = importlib.import_module(f"layoutmap.engines.{engine_name}.{where}")
-    names = {"torch": "trace_recipe", "tensorflow": "PieceProgram", "jax": "trace_program"}
+    names = {"torch": "trace_recipe", "tensorflow": "PiecewiseInitializer", "jax": "trace_program"}
     traced = getattr(programs, names[engine_name])(made.program.function, made.program.seed)
     return bool(programs.explain_no_shards(traced) if engine_name == "jax" else traced.why_global)
 

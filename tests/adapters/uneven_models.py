@@ -15,7 +15,7 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.placing import to_unsharded
+from layoutmap.engines.torch.placing import gather_if_sharded
 
 ROWS, TOKENS, VOCABULARY = 8, 6, 57
 STEPS = 3 if EVERYTHING else 2
@@ -167,7 +167,7 @@ def build(name, mesh, **options):
 
 
 def whole(value):
-    return to_unsharded(value.detach())
+    return gather_if_sharded(value.detach())
 
 
 def train(model, make_optimizer, steps=STEPS, call=None):

@@ -624,9 +624,9 @@ def test_values_are_read_into_the_memory_of_a_model(
     before = held(*other)
     versions = [each._version for each in before]
     sizes = list[int]()
-    empty = reader._allocate_aligned
+    empty = reader._allocate_aligned_array
     monkeypatch.setattr(
-        reader, "_allocate_aligned", lambda *args: (array := empty(*args), sizes.append(array.size))[0]
+        reader, "_allocate_aligned_array", lambda *args: (array := empty(*args), sizes.append(array.size))[0]
     )
     lm.load(other[0], tmp_path, optimizer=other[1], verify="while")
     fresh = torch.optim.Adam(other[0].parameters())

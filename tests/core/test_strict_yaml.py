@@ -111,7 +111,7 @@ def test_no_text_is_another_number(text):
         ("rules: {12: [x]}", "rules file: rules has a key 12 that is not text"),
         ("rules: {a: [x, 1]}", "rules file: rule 'a': the sharding spec of axis 1 cannot be read"),
         ("rules: {a: [[[x]]]}", "rules file: rule 'a': the sharding spec of axis 0 cannot be read"),
-        ("uneven: [a, [b, [c, [d, [e]]]]]", "rules file: uneven=['a', ['b', ['c', [...]]]]"),
+        ("uneven: [a, [b, [c, [d, [e]]]]]", "rules file: uneven=['a', ['b', ['c', [...]]]] is not allowed"),
     ],
 )
 def test_a_wrong_type_is_reported_with_its_place(text, what):

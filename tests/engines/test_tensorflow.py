@@ -45,7 +45,7 @@ def random_draw(shape, dtype, seed):
 
 def reason(draw):
     """Why an initializer's program cannot be computed in pieces."""
-    return pieces.PieceProgram(draw.program.function, draw.program.seed).why_global
+    return pieces.PiecewiseInitializer(draw.program.function, draw.program.seed).why_global
 
 
 class TestTensorFlowEngine(EngineContract):
@@ -138,7 +138,7 @@ def test_any_run_of_a_draw_has_the_bits_of_one_draw(data):
         return source((size,), seed, dtype=dtype) * tf.cast(0.3, dtype) + tf.cast(0.1, dtype)
 
     index = (slice(start, start + count),)
-    (block,) = pieces.PieceProgram(function, key).compute_blocks(key, [index]).values()
+    (block,) = pieces.PiecewiseInitializer(function, key).compute_blocks(key, [index]).values()
 
     assert_same_bits(function(key).numpy()[index], block)
 

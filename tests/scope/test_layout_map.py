@@ -15,7 +15,7 @@ from layoutmap.core.errors import RuleError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh
-from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.near_misses import find_nearest_candidates
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.testing import strategies
 
@@ -116,14 +116,14 @@ blocks.0.attn.query.kernel: no rule matches, so it is replicated
 
 def test_nearest_knows_nothing_like_it():
     """Where nothing comes close, nothing is suggested."""
-    assert [] == find_nearest("blocks.0.attn.query.kernel", [r".*\.gamma", ""])
-    assert [] == find_nearest("", ["kernel"])
+    assert [] == find_nearest_candidates("blocks.0.attn.query.kernel", [r".*\.gamma", ""])
+    assert [] == find_nearest_candidates("", ["kernel"])
 
 
 @given(st.one_of(strategies.paths(), st.text(max_size=8)), st.lists(strategies.patterns(), max_size=5))
 def test_nearest_takes_whatever_text(text: str, candidates: list[str]):
     """Suggestions are among the candidates, each once, at most three."""
-    found = find_nearest(text, candidates)
+    found = find_nearest_candidates(text, candidates)
 
     assert len(set(found)) == len(found) <= 3
     assert set(found) <= set(candidates)

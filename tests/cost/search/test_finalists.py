@@ -4,7 +4,7 @@ import pytest
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning, PlanError
 from layoutmap.core.mesh import Mesh
-from layoutmap.cost.search.finalists import choose_best_compiled, choose_first_fitting, search_near_compiled
+from layoutmap.cost.search.finalists import choose_best_compiled_map, choose_first_map_that_fits, search_around_best_compiled_map
 from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome
 from layoutmap.cost.search.result_table import compare_with_best_built_in_map, make_result_rows
 from layoutmap.cost.table import StepCost
@@ -40,7 +40,7 @@ def compiler(*found):
 
 def test_the_next_best_map_is_taken_where_xla_needs_more():
     """Those before it lack what XLA says in the table, and it is held against those that fit."""
-    found, made = choose_first_fitting(
+    found, made = choose_first_map_that_fits(
         outcome(10, 11, 12), compiler(18, TooLargeError("too large", peak_bytes=20 * GIB), 14), LIMIT
     )
     assert (14 * GIB, "map 3") == (made.peak_bytes, found.best.name)
@@ -51,7 +51,7 @@ def test_the_next_best_map_is_taken_where_xla_needs_more():
 
 def test_an_interrupt_leaves_the_best_that_is_not_refused():
     """It is marked as interrupted, and XLA has said nothing of it."""
-    found, made = choose_first_fitting(outcome(10, 11), compiler(18, KeyboardInterrupt()), LIMIT)
+    found, made = choose_first_map_that_fits(outcome(10, 11), compiler(18, KeyboardInterrupt()), LIMIT)
     assert ("map 2", False, None) == (found.best.name, found.is_complete, made)
 
 
@@ -69,7 +69,7 @@ def compiled(*found):
 
 def test_the_best_map_is_that_which_xla_compiles_best():
     """Not that which is counted as best; a table's rows say which of its figures are XLA's."""
-    found = choose_best_compiled(outcome(10, 11, 12), compiled((3.0, 10), (2.5, 10), (4.0, 10)))
+    found = choose_best_compiled_map(outcome(10, 11, 12), compiled((3.0, 10), (2.5, 10), (4.0, 10)))
     assert ("map 2", 2.5) == (found.best.name, found.best.cost.seconds)
     assert ["map 2", "map 1", "map 3"] == [each.name for each in found.built_in_maps]
     said = "as XLA compiles it"
@@ -79,13 +79,13 @@ def test_the_best_map_is_that_which_xla_compiles_best():
 
 def test_a_map_that_does_not_fit_as_compiled_is_not_the_best():
     """Though it is faster; one that was counted as too large may be the best."""
-    found = choose_best_compiled(outcome(10, 15, 12), compiled((1.0, 17), (1.2, 15), (4.0, 10)))
+    found = choose_best_compiled_map(outcome(10, 15, 12), compiled((1.0, 17), (1.2, 15), (4.0, 10)))
     assert "map 2" == found.best.name
 
 
 def test_maps_that_are_counted_as_slower_are_not_compiled_where_counts_are_right():
     """The first is compiled as it is counted, and the others take twice as long."""
-    found = choose_best_compiled(
+    found = choose_best_compiled_map(
         outcome(10, 11, 12), compiled((1.02, 10), AssertionError(), AssertionError())
     )
     assert ("map 1", 1.02) == (found.best.name, found.best.cost.seconds)
@@ -98,11 +98,11 @@ def test_a_compiler_that_fails_or_is_interrupted_leaves_what_was_counted():
     with pytest.warns(
         LayoutMapWarning, match=r"(?s)XLA could not compile any of the best maps.*no compiler.*verify=False"
     ):
-        assert counted == choose_best_compiled(counted, compiled(failing, failing, failing))
-    assert "map 2" == choose_best_compiled(counted, compiled(failing, (2.0, 9), failing)).best.name
-    stopped = choose_best_compiled(counted, compiled((1.9, 9), KeyboardInterrupt(), (0.1, 9)))
+        assert counted == choose_best_compiled_map(counted, compiled(failing, failing, failing))
+    assert "map 2" == choose_best_compiled_map(counted, compiled(failing, (2.0, 9), failing)).best.name
+    stopped = choose_best_compiled_map(counted, compiled((1.9, 9), KeyboardInterrupt(), (0.1, 9)))
     assert ("map 1", False) == (stopped.best.name, stopped.is_complete)
-    assert not choose_best_compiled(counted, compiled(KeyboardInterrupt(), (1.0, 9), (1.0, 9))).is_complete
+    assert not choose_best_compiled_map(counted, compiled(KeyboardInterrupt(), (1.0, 9), (1.0, 9))).is_complete
 
 
 def searched_near(found):
@@ -119,8 +119,8 @@ def searched_near(found):
             return SearchOutcome(best, (), frozenset({"map 1", *"abcde"}), True)
 
         counted = outcome(10, 11, 12)
-        return search_near_compiled(
-            counted, choose_best_compiled(counted, compiled(*seconds_and_sizes)), near
+        return search_around_best_compiled_map(
+            counted, choose_best_compiled_map(counted, compiled(*seconds_and_sizes)), near
         ), asked
 
     return after
@@ -153,4 +153,4 @@ def test_a_search_that_goes_on_loses_nothing(further, is_complete):
 def test_none_fits():
     """The error says what XLA needs for each."""
     with pytest.raises(PlanError, match=r"(?s)data=1: 18.0 GiB.*data=2: 17.0 GiB"):
-        choose_first_fitting(outcome(10, 11), compiler(18, 17), LIMIT)
+        choose_first_map_that_fits(outcome(10, 11), compiler(18, 17), LIMIT)

@@ -10,7 +10,7 @@ from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.cost.search.built_in_maps import iterate_built_in_maps, make_built_in_map
 from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_candidate, search_maps
 from layoutmap.cost.search.options import get_specs, list_search_meshes
-from layoutmap.cost.search.result_table import compare_with_best_built_in_map, explain_recomputing
+from layoutmap.cost.search.result_table import compare_with_best_built_in_map, explain_recomputation
 from layoutmap.cost.search.search_cache import SearchCache
 from layoutmap.cost.search.space import LayoutSpace
 from layoutmap.plan.planner import make_plan_table
@@ -210,7 +210,7 @@ def test_activations_are_recomputed_only_where_that_helps():
     assert [True, True, False, False] == [o.best.recomputes for o in outcomes]
     # Memory lacks by far: only experts' maps are tried without
     assert needed.num_tried <= len(needed.built_in_maps) + 40
-    texts = [explain_recomputing(o, "h.{0..1}", "How.").partition("without that ")[2] for o in outcomes]
+    texts = [explain_recomputation(o, "h.{0..1}", "How.").partition("without that ")[2] for o in outcomes]
     assert ["no map fits", "the best map", "", ""] == [
         " ".join(text.split()[:3]).rstrip(",") for text in texts
     ]

@@ -25,7 +25,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops import gathered
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.modes import skip_function_modes
-from layoutmap.engines.torch.placing import to_unsharded
+from layoutmap.engines.torch.placing import gather_if_sharded
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.scope.devices import simulate_devices
 
@@ -102,7 +102,7 @@ def laid_out(tensor, layout, on_mesh):
 
 
 def whole(value):
-    return to_unsharded(value.detach())
+    return gather_if_sharded(value.detach())
 
 
 class AxesFromTheEnd(TorchDispatchMode):

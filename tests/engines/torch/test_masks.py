@@ -13,7 +13,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.engine import engine
-from layoutmap.engines.torch.placing import to_unsharded
+from layoutmap.engines.torch.placing import gather_if_sharded
 
 PROCESSES = ("torch",)
 
@@ -56,7 +56,7 @@ def test_masks_of_what_does_not_divide(placements, shape):
         torch.manual_seed(5)
         with engine().run_on(Mesh(None, sizes)):
             mask = draw_sharded_mask(shape, torch.float32, "cpu", 0.5, native, chosen)
-            found.append(to_unsharded(mask))
+            found.append(gather_if_sharded(mask))
 
     assert torch.equal(*found)
 
@@ -65,7 +65,7 @@ def mask_of(shape, p, seed=0):
     """A mask on one device."""
     native, _ = engine().make_native_layout(Layout.replicated(Mesh(None, ONE), 0), 0)
     torch.manual_seed(seed)
-    return to_unsharded(draw_sharded_mask(shape, torch.float64, "cpu", p, native, [Replicate()]))
+    return gather_if_sharded(draw_sharded_mask(shape, torch.float64, "cpu", p, native, [Replicate()]))
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
