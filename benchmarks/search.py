@@ -128,7 +128,7 @@ def compare_drawn(number, seed):
     from layoutmap.testing import models
 
     warnings.simplefilter("ignore")
-    choose, quotients, refused = module.choose_best_compiled, [], {}
+    choose, quotients, refused = module.choose_best_compiled_map, [], {}
 
     def compare_all(outcome, compiled):
         found = choose(outcome, compiled)
@@ -142,7 +142,7 @@ def compare_drawn(number, seed):
         quotients.append((found.best.cost.seconds / min(seconds), len(seconds)))
         return found
 
-    module.choose_best_compiled = compare_all
+    module.choose_best_compiled_map = compare_all
     for each in range(seed, seed + number):
         library = ("nnx", "keras", "pytree")[each % 3]
         case = models.draw(each, library)

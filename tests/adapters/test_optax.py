@@ -132,7 +132,7 @@ def test_a_leaf_of_no_parameter_is_listed(layout_map, params):
     ):
         state = layout_map.build_optimizer(tx, params)
     assert lm.dtensor.fetch_layout(state[0].mu).is_fully_replicated()
-    with pytest.raises(lm.PlanError, match="zero_dim= shards it, too"):
+    with pytest.raises(lm.PlanError, match="pass zero_dim= to shard it, too"):
         layout_map.build_optimizer(tx, params, strict=True)
 
 

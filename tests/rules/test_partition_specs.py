@@ -191,7 +191,13 @@ BAD_LOGICAL = {
         "up.kernel: two axes have the name 'mlp'",
         "different",
     ),
-    "rank": ([("mlp", None)], {"up.bias": ("mlp", None)}, "linen", "up.bias: the spec has 2 entries", "remove entries"),
+    "rank": (
+        [("mlp", None)],
+        {"up.bias": ("mlp", None)},
+        "linen",
+        "up.bias: the spec has 2 entries",
+        "remove entries",
+    ),
     "path": ([], {"up.bia": ("mlp",)}, "nnx", "up.bia is not one of the arrays", "did you mean up.bias?"),
     "both": ([("mlp", "fsdp"), ("embed", "fsdp")], LOGICAL, "nnx", "spec 'fsdp' of axis 1", "leave axis 1"),
 }

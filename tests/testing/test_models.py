@@ -68,4 +68,4 @@ def test_cases_shrink(library):
         "torch": lambda: [part for each in model.classes for part in each.parts],
     }
 
-    assert len(layers.get(library, lambda: model.parts)()) <= (3 if library in layers else 4)
+    assert len(layers.get(library, lambda: model.lines)()) <= (3 if library in layers else 4)

@@ -144,7 +144,9 @@ def test_rounding_is_allowed_for_after_steps_that_it_changes(monkeypatch):
     library = LIBRARIES[0]
     case = Trial(models.draw(SMALL[library], library))
 
-    assert {"step 3", "fewer rows"} <= {row.stage for row in case._compare_perturbed_model() if not row.agrees}
+    assert {"step 3", "fewer rows"} <= {
+        row.stage for row in case._compare_perturbed_model() if not row.agrees
+    }
 
 
 @pytest.mark.parametrize(("library", "precision"), IN_BFLOAT16)

@@ -31,8 +31,8 @@ __all__ = [
     "require_capability",
     "get_adapter",
     "get_imported_adapter",
-    "refuse_other_libraries",
-    "refuse_library",
+    "forbid_models_of_other_libraries",
+    "raise_unsupported_library_error",
 ]
 
 Capable = TypeVar("Capable", bound=ModelAdapter)
@@ -58,7 +58,7 @@ REFUSED_LIBRARIES = {
 """Unsupported libraries that users may expect, each with the reason and the fix."""
 
 
-def refuse_library(library: str, subject: str) -> NoReturn:
+def raise_unsupported_library_error(library: str, subject: str) -> NoReturn:
     """Raise an error that says why an unsupported library is refused.
 
     Args:
@@ -91,7 +91,7 @@ def get_adapter(name: str) -> ModelAdapter:
         EngineError: The library lacks names that are needed.
     """
     if name in REFUSED_LIBRARIES:
-        refuse_library(name, f"library={name!r}")
+        raise_unsupported_library_error(name, f"library={name!r}")
     name = _SYNONYMS.get(name, name)
     if name not in ADAPTERS:
         raise ScopeError(
@@ -149,7 +149,7 @@ def get_imported_adapter() -> ModelAdapter:
             return get_adapter(name)
     for name in REFUSED_LIBRARIES:
         if name in sys.modules:
-            refuse_library(name, "the model library that is imported")
+            raise_unsupported_library_error(name, "the model library that is imported")
     raise ScopeError(
         "no model library is imported",
         why=f"a scope works inside one of {', '.join(ADAPTERS)}, and none of them is imported",
@@ -158,14 +158,14 @@ def get_imported_adapter() -> ModelAdapter:
 
 
 @contextmanager
-def refuse_other_libraries(adapter: ModelAdapter) -> Generator[None]:
+def forbid_models_of_other_libraries(adapter: ModelAdapter) -> Generator[None]:
     """Raise if models of other imported libraries are built until the block ends, because they would stay unsharded."""
     with ExitStack() as stack:
         for name in ADAPTERS:
             if name != adapter.name and name in sys.modules and importlib.util.find_spec(name) is not None:
                 # get_adapter raises for an unsupported release, which must not prevent a scope for another library.
                 with suppress(LayoutMapError):
-                    stack.enter_context(get_adapter(name).refuse_models(adapter.name))
+                    stack.enter_context(get_adapter(name).forbid_building_models(adapter.name))
         yield
 
 
@@ -190,7 +190,7 @@ def get_model_adapter(model: Any) -> ModelAdapter:
     for base in type(model).__mro__:
         root = base.__module__.partition(".")[0]
         if root in REFUSED_LIBRARIES:
-            refuse_library(root, f"{type(model).__module__}.{type(model).__qualname__}")
+            raise_unsupported_library_error(root, f"{type(model).__module__}.{type(model).__qualname__}")
     raise ScopeError(
         f"{type(model).__module__}.{type(model).__qualname__} is not a model",
         why=f"it belongs to none of the supported libraries: {', '.join(ADAPTERS)}",

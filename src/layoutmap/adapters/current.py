@@ -63,7 +63,7 @@ class _SessionStackEntry:
 _current: ContextVar[_SessionStackEntry | None] = ContextVar("layoutmap_scope", default=None)
 
 
-# Tasks may outlive or overlap the block, so a scope affects only its own thread and task (decisions/0031).
+# An asyncio task may outlive a scope's `with` block, so a scope affects only its own thread and task (decisions/0031).
 def get_current_session() -> Any:
     """Return the session of the innermost scope that is open in this thread and task, or None."""
     return next(_iterate_active_sessions(), None)
@@ -74,7 +74,7 @@ def is_session_active(session: Any) -> bool:
     return any(each is session for each in _iterate_active_sessions())
 
 
-# A scope does not apply in a task that starts in it, so warn that a model built there is unsharded (decisions/0031).
+# A scope does not affect a task that starts inside it, so warn that a model of this task is unsharded (decisions/0031).
 def warn_of_model_in_inner_task(library: str, model_name: str) -> None:
     """Warn once for each scope if a model is built in a task or thread that started while the scope was open."""
     entry = _current.get()

@@ -36,7 +36,7 @@ def make_restore_function(data: object) -> Callable[[], object]:
         return lambda: None
 
     def restore() -> None:
-        with contextlib.suppress(Exception):  # must not replace the original error
+        with contextlib.suppress(Exception):  # an error here must not replace the original one
             find_restore_method(data)(state)
 
     return restore

@@ -241,7 +241,7 @@ class ModelAdapter(Protocol):
         """Assign an engine or numpy array to a variable without changing its layout."""
         ...
 
-    def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
+    def forbid_building_models(self, scope_library: str) -> AbstractContextManager[None]:
         """Return a context in which building a model of this library raises, because it would stay unsharded.
 
         Args:

@@ -20,7 +20,7 @@ from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard_into_chu
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_relative_index
 
 _TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
-_STEP_BYTES = 1 << 24  # maximum bytes to read at once, to bound the memory beside the result
+_STEP_BYTES = 1 << 24  # maximum bytes to read at once, so that a read needs little memory besides the result
 
 Span = tuple[int, int]
 

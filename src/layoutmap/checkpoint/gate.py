@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
-# limit for metadata, indexes, and manifests, which are read as a whole. A manifest of 500,000 chunks takes 50 MB.
+# Limit in bytes for a file that is read as a whole: metadata, index, or manifest (of 500,000 chunks: 50 MB).
 MOST_SMALL_BYTES = 1 << 28
 _LEAST_SPARSE_BYTES = 1 << 30
 FIX = "restore it from a copy, or save it again"

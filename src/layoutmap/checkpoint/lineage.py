@@ -62,7 +62,7 @@ class SavedStep:
         return other.step != self.step and self.lines.get(other.line_name, -1) >= other.step
 
 
-# A run can resume from an earlier step, so each manifest names its parent and its line (decisions/0136).
+# A run can resume from an earlier step, so each manifest names its parent step and its branch (decisions/0136).
 def make_step_lineage(
     step: int, token: str, resumed_from: SavedStep | None, existing: Iterable[SavedStep]
 ) -> SavedStep:
@@ -83,7 +83,7 @@ def make_step_lineage(
     order = 1 + max((each.order for each in known), default=0)
     if resumed_from is None:
         return SavedStep(step, None, {token: step}, order)
-    # If the line has later steps already, this run branches off, so its step begins a new line.
+    # If the branch of the parent has later steps already, the new step does not follow them, so it begins a new branch.
     is_saved_again = step == resumed_from.step
     has_later_steps = any(
         each.lines.get(resumed_from.line_name, -1) + is_saved_again > resumed_from.step for each in known
@@ -92,7 +92,7 @@ def make_step_lineage(
     return SavedStep(step, resumed_from.parent if is_saved_again else resumed_from.step, lines, order)
 
 
-# Later steps may belong to another run, so a manager loads and deletes only steps of its own line (decisions/0136).
+# Later steps may belong to another run, so a manager loads and deletes only steps of its branch (decisions/0136).
 class StepHistory:
     """Read and cache the lineages of the steps in a directory.
 
@@ -114,7 +114,7 @@ class StepHistory:
         self._known[saved.step] = saved
         self._distrusted.discard(saved.step)
 
-    def mark_damaged(self, step: int) -> None:
+    def mark_step_as_damaged(self, step: int) -> None:
         """Mark a step as damaged, so that `read_steps` lists it in `damaged` even if its lineage is readable."""
         self.remove_step(step)
         self._distrusted.add(step)
@@ -133,7 +133,7 @@ class StepHistory:
         self.damaged = [step for step in existing if step not in self._known]
         return {step: self._known[step] for step in existing if step in self._known}
 
-    def find_last_saved(self) -> SavedStep | None:
+    def find_last_saved_step(self) -> SavedStep | None:
         """Return the lineage of the most recently saved step, or `None` if there are no steps.
 
         A step with an unreadable manifest counts as the last one if its number is higher, so that loading it raises.
@@ -150,7 +150,7 @@ class StepHistory:
 
 def find_last_step(storage: Storage) -> int | None:
     """Return the number of the most recently saved step of a directory, or `None` if it has no steps."""
-    found = StepHistory(storage).find_last_saved()
+    found = StepHistory(storage).find_last_saved_step()
     return None if found is None else found.step
 
 
@@ -196,5 +196,5 @@ def _read_facts(storage: Storage, step: int, num_bytes: int, *, is_whole: bool) 
     head, is_there, _ = bytes(data[:count]).partition(b',\n "metadata": ')
     if is_there:
         return json.loads(head + b"}")
-    # Another program has reformatted the manifest, so the text before its metadata is not found. Parse all of it.
+    # Another program has reformatted the manifest, so its metadata are not where we write them: parse all.
     return json.loads(data) if is_whole else None

@@ -40,7 +40,7 @@ from layoutmap.checkpoint.stream_records import (
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import open_hidden_folder, remove_folder
 
-_MOST_HEADERS_BYTES = 1 << 28  # limit for the headers of all files of a stream
+_MOST_HEADERS_BYTES = 1 << 28  # limit for the headers of all files of a stream together
 _FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _POLL_SECONDS = 0.02
 
@@ -232,7 +232,7 @@ class FolderLink:
                     payload = msgspec.json.encode(value)
                     sink.write(encode_record_header(kind, number, payload) + payload)
             old = self._folder / f".{make_random_token()}"
-            if self._try_rename(self._sent, old):  # replace an earlier stream, because it was never received
+            if self._try_rename(self._sent, old):  # an earlier stream was never received, so remove it
                 remove_folder(old)
             os.rename(hidden, self._sent)
         with self._translate_errors():

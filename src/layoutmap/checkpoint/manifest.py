@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -137,7 +137,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         )
     try:
         with pause_garbage_collection():  # the collector would rescan a million new lists
-            found: Any = json.loads(data, parse_constant=_refuse_nonfinite_number)
+            found: Any = json.loads(data, parse_constant=_raise_nonfinite_number_error)
             is_known = (found["format"], found["version"]) == (FORMAT, VERSION)
             manifest = _build_manifest(found) if is_known else None
     except (
@@ -222,7 +222,7 @@ def _format_variable(variable: SavedVariable, chunks: Sequence[Chunk]) -> str:
     return f'{_format_json(row)[:-1]}, "chunks": {_format_json(list(map(chunk_to_json, chunks)))}}}'
 
 
-def _refuse_nonfinite_number(name: str) -> float:
+def _raise_nonfinite_number_error(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number that JSON allows")
 
 

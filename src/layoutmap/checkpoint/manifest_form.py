@@ -26,7 +26,7 @@ class _VariableForm(msgspec.Struct):
     path: str
     shape: tuple[_Number, ...]
     dtype: str
-    chunks: list[Any]  # up to a million rows, which `build_chunk_tables` checks faster, with numpy
+    chunks: list[Any]  # up to a million rows; `build_chunk_tables` checks them, because numpy is faster
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     layout: Specs | None = None
@@ -41,7 +41,7 @@ class _StatesForm(msgspec.Struct):
     processes: list[_RandomStateForm] = []
 
 
-# msgspec checks the types and bounds of all fields while it converts, so other code does not (decisions/0190).
+# msgspec checks the types and bounds of all fields while it converts, so no other code checks them (decisions/0190).
 class ManifestForm(msgspec.Struct):
     """Declare the fields of a manifest with their types. Unknown fields are allowed."""
 

@@ -52,7 +52,7 @@ class ModelValues:
         self._closed = False
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
-    def find_saved(self, variable: VariableSpec) -> SavedVariable | None:
+    def find_saved_variable(self, variable: VariableSpec) -> SavedVariable | None:
         """Return the saved variable with the path or an alias of a model's variable, or `None` if there is none."""
         if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
             self._renamed.add_from_table((variable.path, *variable.aliases), variable.shape)
@@ -77,7 +77,7 @@ class ModelValues:
         Raises:
             CheckpointError: The variables differ.
         """
-        found = [(variable, self.find_saved(variable)) for variable in variables]
+        found = [(variable, self.find_saved_variable(variable)) for variable in variables]
         if self._renamed is not None:
             self._renamed.check_unique_parts(saved.path for _, saved in found if saved)
         wrong = [
@@ -99,7 +99,7 @@ class ModelValues:
         near = NearMissSearch(rest, max_comparisons=10_000)
         facts: dict[str, object] = {}
         for variable in missing:
-            names = near.find_nearest(variable.path, 1)
+            names = near.find_nearest_candidates(variable.path, 1)
             facts[variable.path] = "not in the checkpoint" + (f"; it has {names[0]}" if names else "")
         facts |= dict(wrong)
         facts |= dict.fromkeys(extra, "in the checkpoint, but not in the model")
@@ -122,14 +122,14 @@ class ModelValues:
 
     def make_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return a function that reads blocks of a variable's saved values, or `None` if they cannot be used."""
-        saved = None if self._closed or _is_random_key(variable) else self.find_saved(variable)
-        # Until all variables exist, a path may still name a different saved variable, so compare the shapes.
+        saved = None if self._closed or _is_random_key(variable) else self.find_saved_variable(variable)
+        # A path may change until all variables exist, and so name a wrong saved variable: compare the shapes.
         if saved is None or saved.shape != variable.shape:
             return None
         self.read_paths.add(variable.path)
         dtype = get_numpy_dtype(variable.dtype, variable.path)
 
-        def read_converted(index: Index) -> NumpyArray:
+        def read_converted_values(index: Index) -> NumpyArray:
             found = self.source.read(saved.path, index)
             values = found.astype(dtype, copy=False)
             if is_integer_state(variable, saved) and not np.array_equal(values, found):
@@ -142,7 +142,7 @@ class ModelValues:
                 )
             return values
 
-        return read_converted
+        return read_converted_values
 
     def read_into_shards(self, variable: VariableSpec, shards: Sequence[tuple[Index, NumpyArray]]) -> bool:
         """Read the values of a variable directly into the memory of its shards, if they need no conversion.
@@ -154,7 +154,7 @@ class ModelValues:
         Returns:
             Whether the values were read.
         """
-        saved = self.find_saved(variable)
+        saved = self.find_saved_variable(variable)
         if saved is None or saved.dtype != variable.dtype or not shards:
             return False
         for index, memory in shards:

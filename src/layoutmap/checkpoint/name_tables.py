@@ -29,7 +29,7 @@ from layoutmap.checkpoint.axes import ArrayAxes, AxisPart, check_same_axis_names
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import RuleError, shorten_repr
 from layoutmap.core.strict_yaml import read_yaml
-from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.near_misses import find_nearest_candidates
 
 VERSION = 1
 """The version of the table format."""
@@ -118,7 +118,7 @@ class TableEntry:
 
 
 @dataclass(frozen=True, slots=True)
-# A table only moves values, so it is exact in both directions and works shard by shard (decisions/0084).
+# A name table only moves values, so it converts exactly in both directions, and shard by shard (decisions/0084).
 class NameTable:
     """Map the paths of a model's variables to the names of tensors in a different library.
 
@@ -174,7 +174,7 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
         if names not in list_name_tables():
             raise RuleError(
                 f"names={names!r}: there is no such name table",
-                facts={"near misses": ", ".join(find_nearest(names, list_name_tables()))},
+                facts={"near misses": ", ".join(find_nearest_candidates(names, list_name_tables()))},
                 why=f"the tables are {', '.join(list_name_tables())}",
                 fix="name one of them, a file as in names='mine.yaml', or pass a mapping",
             )

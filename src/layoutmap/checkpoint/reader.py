@@ -24,7 +24,7 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, 
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.core.variables import get_itemsize
 
-_MAX_CACHED_CHUNKS = 2  # partly read chunks to cache, because the next block often needs the rest
+_MAX_CACHED_CHUNKS = 2  # number of partly read chunks to cache, because the next block often needs the rest
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
 _ALIGNMENT = 64  # in bytes; align memory, because JAX and TensorFlow copy arrays that are not aligned
 
@@ -131,7 +131,7 @@ class StepSource(Source):
         checked = self._checked.pop((variable.path, get_slice_ends(wanted)), None)
         if checked is not None:
             return checked
-        result = _allocate_aligned(
+        result = _allocate_aligned_array(
             compute_block_shape(wanted), get_numpy_dtype(variable.dtype, variable.path)
         )
         self._read_block_into(variable, wanted, result)
@@ -253,7 +253,7 @@ class StepSource(Source):
         return f"<Step {self.step} of {self.where}: {len(self.variables)} variables>"
 
 
-def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
+def _allocate_aligned_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NumpyArray:
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

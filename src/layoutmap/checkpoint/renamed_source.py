@@ -150,19 +150,19 @@ class RenamedSource(Source):
         self._from[path] = list(parts)
 
     def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
-        if (name := self._find_unchanged_name(variable.path)) is not None:
+        if (name := self._find_equal_tensor_name(variable.path)) is not None:
             return self._source.read(name, wanted)
         result = np.empty(compute_block_shape(wanted), get_numpy_dtype(variable.dtype, variable.path))
         self._fill_from_parts(result, wanted, self._from[variable.path], self._source.read)
         return result
 
     def _read_block_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
-        if (name := self._find_unchanged_name(variable.path)) is not None:
+        if (name := self._find_equal_tensor_name(variable.path)) is not None:
             self._source.read_into(name, wanted, target)
             return
         super()._read_block_into(variable, wanted, target)
 
-    def _find_unchanged_name(self, path: str) -> str | None:
+    def _find_equal_tensor_name(self, path: str) -> str | None:
         """Return the name of the tensor that equals a variable, or `None` if the tensors must be joined or permuted."""
         parts = self._from.get(path)
         if parts is None:
@@ -170,7 +170,7 @@ class RenamedSource(Source):
         return parts[0].name if len(parts) == 1 and parts[0].variable_axes == parts[0].tensor_axes else None
 
     def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
-        if (name := self._find_unchanged_name(variable.path)) is not None:
+        if (name := self._find_equal_tensor_name(variable.path)) is not None:
             self._source.verify_block(name, wanted)
             return
         parts, dtype = self._from[variable.path], get_numpy_dtype(variable.dtype, variable.path)
@@ -237,7 +237,8 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
     if unknown:
         near = NearMissSearch([entry.path.text for entry in names.entries])
         facts = {
-            path: f"not in the table; near: {', '.join(near.find_nearest(path, 1))}" for path in unknown[:10]
+            path: f"not in the table; near: {', '.join(near.find_nearest_candidates(path, 1))}"
+            for path in unknown[:10]
         }
         raise CheckpointError(
             f"{source.where}: the name table has no line for {len(unknown)} variables",

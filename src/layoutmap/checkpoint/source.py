@@ -151,13 +151,13 @@ class Source(ABC):
             CheckpointError: There is no such variable.
         """
         if path not in self.variables:
-            from layoutmap.rules.near_misses import find_nearest
+            from layoutmap.rules.near_misses import find_nearest_candidates
 
             raise CheckpointError(
                 f"{path}: the checkpoint has no variable of this path",
                 facts={
                     "checkpoint": self.where,
-                    "near misses": join_names(find_nearest(path, self.variables)),
+                    "near misses": join_names(find_nearest_candidates(path, self.variables)),
                 },
                 why=f"the checkpoint has {len(self.variables)} variables with other paths",
                 fix="use one of the paths that layoutmap.describe(directory) shows",

@@ -67,9 +67,8 @@ def encode_state(value: Any, where: str) -> Any:
 def decode_state(value: Any) -> Any:
     """Convert the result of `encode_state` back. Tensors become numpy arrays unless torch is imported."""
     if isinstance(value, list):
-        parts = cast(
-            "list[Any]", value
-        )  # a Mersenne Twister has 625 numbers, so copy them without a call for each
+        # The state of a Mersenne Twister has 625 numbers, so copy lists of numbers without a call for each.
+        parts = cast("list[Any]", value)
         return [decode_state(each) for each in parts] if {list, dict} & {*map(type, parts)} else [*parts]
     if not isinstance(value, dict):
         return value
@@ -87,7 +86,7 @@ def decode_state(value: Any) -> Any:
     if "__array__" in found:
         data = np.frombuffer(base64.b64decode(found["__array__"]), get_numpy_dtype(found["dtype"]))
         array = data.reshape(found["shape"]).copy()
-        # torch generators and data loaders accept states only as tensors, so make one if the state had one.
+        # torch's generators and data loaders accept only tensors, so return a tensor if a tensor was saved.
         return (
             sys.modules["torch"].from_numpy(array) if "tensor" in found and "torch" in sys.modules else array
         )

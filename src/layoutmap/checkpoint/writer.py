@@ -65,7 +65,7 @@ def count_task_bytes(tasks: Sequence[WriteTask]) -> int:
     )
 
 
-# The system lets one thread at a time write to a file, so use several files (decisions/0225).
+# The operating system lets only one thread at a time write to a file, so write several files (decisions/0225).
 def write_part(
     storage: Storage,
     folder: str,

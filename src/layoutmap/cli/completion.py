@@ -48,6 +48,6 @@ def _iterate_parser_actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
     actions: list[Any] = parser._actions  # pyright: ignore[reportPrivateUsage]
     for action in actions:
         yield action
-        if action.nargs == argparse.PARSER:  # subcommands
+        if action.nargs == argparse.PARSER:  # the action contains the subcommands
             for inner in action.choices.values():
                 yield from _iterate_parser_actions(inner)

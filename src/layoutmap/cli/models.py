@@ -69,9 +69,8 @@ def check_published_name(module: str, name: str) -> None:
 
 def make_published_model_function(model: PublishedModel, dtype: str | None) -> Callable[[], Any]:
     """Return a function that creates a published model, with a Keras dtype policy unless `dtype` is `None`."""
-    os.environ.setdefault(
-        "TF_CPP_MIN_LOG_LEVEL", "3"
-    )  # because keras-hub imports TensorFlow, which logs a lot
+    # keras-hub imports TensorFlow, which logs a lot, so show only fatal errors.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if dtype is None:
         return model.make
     try:

@@ -38,7 +38,8 @@ def run_selftest_command(options: Any) -> int:
     files = output.get_file_paths(targets)
     if find_spec("hypothesis") is None:
         raise LayoutMapError("the self-test needs hypothesis", fix='pip install "layoutmap[selftest]"')
-    with interrupts.allow_interrupts():  # by name, because `cli` may not import the higher package `testing`
+    with interrupts.allow_interrupts():
+        # Import by name, because `cli` must not depend on the higher package `testing`.
         report = import_module("layoutmap.testing.selftest").run_selftest(options)
     if report is None:  # this is not process 0, which prints the report
         return output.SUCCESS

@@ -53,7 +53,7 @@ def add_suggest_options(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("jax", "tensorflow", "torch"), help="the backend that Keras runs on"
     )
     parser.add_argument("--library", choices=tuple(ADAPTERS), help="the library of the model")
-    # `plan_model` reads these options, too. They do not change the variables, so this command has only their defaults.
+    # `plan_model` needs these options. They do not change the variables, so this command only sets defaults.
     parser.set_defaults(
         on=None, dtype=None, optimizer=None, verify=None, remat=None, fuse_attention=False, wide=True
     )

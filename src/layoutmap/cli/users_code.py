@@ -39,7 +39,7 @@ class UsersCodeError(LayoutMapError):
         )
 
 
-# A model's code may exit, change the folder, or print, so run it only in this context (decisions/0034).
+# A model's code may exit, change the working directory, or print, so run it only in this context (decisions/0034).
 @contextlib.contextmanager
 def guard_users_code(
     name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ..."

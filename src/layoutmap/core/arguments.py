@@ -103,7 +103,7 @@ def validate_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
     return found
 
 
-def check_encodable(name: str, label: str) -> None:
+def check_name_is_encodable(name: str, label: str) -> None:
     """Raise a `MeshError` if a name, which `label` describes, has half a surrogate pair. UTF-8 cannot encode it."""
     if _HALF_A_PAIR.search(name):
         raise MeshError(

@@ -32,7 +32,7 @@ def delay_interrupts() -> Generator[None]:
 
     try:
         for number in _SIGNALS:
-            # Only a handler that is a Python function can raise inside the block, so only these are delayed.
+            # Only handlers that are Python functions can raise inside the `with` block, so delay only these.
             if callable(handler := signal.getsignal(number)):
                 handlers[number] = handler
                 signal.signal(number, record_signal)

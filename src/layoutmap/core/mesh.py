@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_builtin_str, as_int, check_encodable, describe_type
+from layoutmap.core.arguments import as_builtin_str, as_int, check_name_is_encodable, describe_type
 from layoutmap.core.errors import LayoutMapError, MeshError, ScopeError, shorten_repr
 from layoutmap.core.mesh_devices import (
     check_mesh_devices,
@@ -289,7 +289,7 @@ def _check_mesh_name(name: str) -> None:
             why=f"it is {describe_type(name)}",
             fix='leave it out, or pass ""',
         )
-    check_encodable(name, "mesh name")
+    check_name_is_encodable(name, "mesh name")
     if _FORBIDDEN.search(name):
         raise MeshError(
             f"mesh name {name!r} has a bar or a blank",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_builtin_str, as_int, check_encodable, describe_type
+from layoutmap.core.arguments import as_builtin_str, as_int, check_name_is_encodable, describe_type
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh_dims import MeshDimension
 
@@ -79,7 +79,7 @@ def check_mesh_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimensio
         )
     known = [name for name in devices if name]
     for name in known:
-        check_encodable(name, "device")
+        check_name_is_encodable(name, "device")
     split = next((name for name in known if _FORBIDDEN.search(name)), None)
     if split is not None:
         raise MeshError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_builtin_str, as_int, check_encodable, describe_type
+from layoutmap.core.arguments import as_builtin_str, as_int, check_name_is_encodable, describe_type
 from layoutmap.core.errors import MeshError, shorten_repr
 
 UNSHARDED = "unsharded"
@@ -139,7 +139,7 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
             )
             if dim.size == -1:
                 fix = "call create_mesh, which computes a size of -1 from the number of devices"
-        check_encodable(dim.name, "mesh dim")
+        check_name_is_encodable(dim.name, "mesh dim")
         if why:
             raise MeshError(
                 f"mesh dim {dim.name!r} of size {dim.size} is not allowed",

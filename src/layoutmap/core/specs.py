@@ -62,7 +62,7 @@ def normalize_specs(specs: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
     return specs
 
 
-def replace_unsharded(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec | None, ...]:
+def replace_unsharded_by_none(specs: Sequence[ShardingSpec]) -> tuple[ShardingSpec | None, ...]:
     """Return sharding specs with None for each `UNSHARDED`, which is how users write them."""
     return tuple(None if spec == UNSHARDED else spec for spec in specs)
 

@@ -23,7 +23,7 @@ Count = Callable[[PlanVariant], Cost]
 MakeVariants = Callable[[], Iterable[PlanVariant | None]]
 
 
-# A change may save too little memory, so its cost is computed before it is advised (decisions/0120).
+# A variant of the plan may save too little memory, so its cost is computed before it is advised (decisions/0120).
 def rank_variants_by_cost(
     original: PlanVariant,
     plan: PlanTable,
@@ -42,7 +42,7 @@ def rank_variants_by_cost(
     """
     trials, data = _VariantTrials(original, peak_bytes, count, seconds), original.guessed_batch_dim
     with ElapsedTime("counting what would fit") as show_progress:
-        # Variants of one entry differ little, so only the best of them is advised.
+        # Each entry makes variants of one kind, of which only the best is advised, because they differ little.
         makers: dict[str, MakeVariants] = {
             "a fused kernel for attention": lambda: [replace(original, fuse_attention=True)] * can_fuse,
             "recomputing activations": lambda: [replace(original, remat="blocks")] * can_recompute,

@@ -29,9 +29,9 @@ _MOST_ROWS = 12
 class TimePart:
     """Part of a step's time."""
 
-    label: str  # such as "waiting for weights over data"
+    label: str  # text for the user, such as "waiting for weights over data"
     seconds: float
-    kind: str  # "computing", "memory", "weights", or "activations"
+    kind: str  # what takes the time: "computing", "memory", "weights", or "activations"
     dims: tuple[str, ...] = ()  # mesh dims of the collective that the device waits for
 
 
@@ -39,9 +39,9 @@ class TimePart:
 class CollectiveRow:
     """Row of the table of collectives. Equal collectives of repeated blocks share a row."""
 
-    first: Collective  # the first of the merged collectives
-    cause: str  # paths of the weights or layers that cause them, merged into one text
-    calls: int  # per step, as are bytes and seconds
+    first: Collective  # one of the merged collectives
+    cause: str  # paths of the weights or layers that cause the collectives, merged into one text
+    calls: int  # number per step; bytes and seconds are per step, too
     sent_bytes: int
     seconds: float
     network: str
@@ -66,23 +66,24 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True, repr=False)
-# Nobody measured these machines, so times are computed from their published peak speeds (decisions/0092).
+# The machines were not measured, so times are computed from their published peak speeds (decisions/0092).
 class Cost:
     """Cost of a training step on a machine. When printed, it shows the collectives and the parts of the time."""
 
     step: StepCost
     machine: Machine
-    # paths of the weights, with stars for numbers; collectives with another cause exchange activations
+    # paths of the weights, with stars for numbers; a collective whose cause is not among them exchanges activations
     weights: frozenset[str] = field(default=frozenset(), compare=False)
     batch_dim: BatchDim | None = None  # mesh dim that shards batches; None: batches are replicated
     # sizes that XLA's compiler reports; None if nothing was compiled, or if the plan was read from a file
     verified: Verified | None = field(default=None, compare=False)
-    # plan variants that were tried because the step does not fit the memory, best first
+    # plan variants that were tried because the step does not fit the memory, the best one first
     tried: tuple[Advice, ...] = field(default=(), compare=False)
-    untried: tuple[str, ...] = field(default=(), compare=False)  # variants for which no time was left
+    # names of the variants that were not tried, because time ran out
+    untried: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "step", self.step.on(self.machine.device.memory_bytes))
+        object.__setattr__(self, "step", self.step.cap_peak_for_memory(self.machine.device.memory_bytes))
 
     # -- durations
 
@@ -145,7 +146,7 @@ class Cost:
             for c in self.step.collectives:
                 if self.is_overlapped(c) is overlaps:
                     by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.sum_call_seconds(c)
-            # Collectives of weights run while the device computes, so only a share of their time is a wait.
+            # Collectives of weights run while the device computes, so a device waits only for a part of their time.
             hidden = (
                 min(1.0, self.device_seconds / (self.weight_collective_seconds or 1.0)) if overlaps else 0.0
             )

@@ -83,7 +83,8 @@ def make_page_fields(
     return {
         "machine": str(cost.machine),
         "about": cost.machine.device.about,
-        # Gradients and activations exist only while a step runs, so the page shows them on top of resident memory.
+        # Gradients and activations exist only while a step runs, so the page adds them to the memory of the resident
+        # arrays.
         "beside": max(0, cost.step.peak_bytes - resident_bytes),
         "parts": [
             [part.label, part.seconds, format_duration(part.seconds), part.kind] for part in cost.time_parts

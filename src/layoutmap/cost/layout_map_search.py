@@ -23,21 +23,25 @@ from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import resolve_machine
 from layoutmap.cost.plan_cost import choose_counting_target, choose_verify_target
 from layoutmap.cost.search.built_in_maps import BuiltInMap, iterate_built_in_maps, make_built_in_map
-from layoutmap.cost.search.finalists import choose_best_compiled, choose_first_fitting, search_near_compiled
+from layoutmap.cost.search.finalists import (
+    choose_best_compiled_map,
+    choose_first_map_that_fits,
+    search_around_best_compiled_map,
+)
 from layoutmap.cost.search.loop import Candidate, EvaluateFn, MapCost, SearchOutcome, search_maps
 from layoutmap.cost.search.options import MeshRoles, assign_dim_roles, list_search_meshes
 from layoutmap.cost.search.result_table import (
     RESULT_HEAD,
     RIGHT_ALIGNED,
     compare_with_best_built_in_map,
-    explain_recomputing,
+    explain_recomputation,
     make_result_rows,
 )
 from layoutmap.cost.search.search_cache import SearchCache
 from layoutmap.cost.search.space import SearchedModel, find_block_stacks
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
-from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.near_misses import find_nearest_candidates
 from layoutmap.rules.presets import find_matching_preset
 from layoutmap.rules.rule_set import RuleSet, parse_or_convert_mesh
 from layoutmap.scope.layout_map import LayoutMap
@@ -246,7 +250,7 @@ def search(
     if not meshes:
         raise _make_uneven_batch_error(machine, batch, widest)
     evaluate = _MapEvaluator(lowered, machine, {roles.mesh: roles.batch_dim for roles in meshes})
-    evaluate(RuleSet(meshes[0].mesh, rest="replicated"))  # trace once, which finds the outputs of layers
+    evaluate(RuleSet(meshes[0].mesh, rest="replicated"))  # trace once, to find the outputs of layers
     model = SearchedModel(
         tuple(lowered.step.variables), find_block_stacks(lowered.outputs, lowered.step.variables), kept_rules
     )
@@ -256,7 +260,7 @@ def search(
         else None
     )
     recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
-    over = sorted({str(roles.batch_dim) for roles in meshes})  # maps lack it, but costs depend on it
+    over = sorted({str(roles.batch_dim) for roles in meshes})  # costs depend on these, but maps lack them
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
     def wrap_with_cache(evaluator: EvaluateFn, suffix: str = "") -> EvaluateFn:
@@ -293,38 +297,38 @@ def search(
             )
 
         try:
-            found = choose_best_compiled(
+            found = choose_best_compiled_map(
                 outcome, lambda tried: make_compiled_evaluator(tried)(tried.layout_map)
             )
 
-            def search_near(first: Candidate) -> SearchOutcome:
+            def search_around(first: Candidate) -> SearchOutcome:
                 roles = next(roles for roles in meshes if roles.mesh == first.layout_map.mesh)
                 start = make_built_in_map("start", model, roles, first.layout_map)
                 max_maps = min(_COMPILED, tries)
                 evaluate = make_compiled_evaluator(first)
                 return search_maps(model, [start], evaluate, max_bytes=limit, max_maps=max_maps, seed=seed)
 
-            outcome = search_near_compiled(outcome, found, search_near)
+            outcome = search_around_best_compiled_map(outcome, found, search_around)
         finally:
             if search_cache is not None:
                 search_cache.write_file()
     if target and outcome.is_complete:
-        outcome, compiled = choose_first_fitting(
+        outcome, compiled = choose_first_map_that_fits(
             outcome, lambda tried: get_evaluator(tried).verify_candidate(tried, target, shown_as), limit
         )
     best = outcome.best
     layers = " and ".join(format_merged_paths(blocks.paths) for blocks in model.blocks)
-    recompute = explain_recomputing(outcome, layers, lowered.step.how_to_recompute)
+    recompute = explain_recomputation(outcome, layers, lowered.step.how_to_recompute)
     counted_for = for_gpu if best.compiled_bytes is not None else None
     try:
         plan = get_evaluator(best).make_plan(best.layout_map, compiled, counted_for, shown_as)
-    except KeyboardInterrupt:  # keep the best map, so plan it again; a second Ctrl-C ends the search
+    except KeyboardInterrupt:  # return the best map so far, so plan it again; a second Ctrl-C ends the search
         outcome = replace(outcome, is_complete=False)
         plan = get_evaluator(best).make_plan(best.layout_map, compiled, counted_for, shown_as)
     return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)
 
 
-_COMPILED = 8  # number of maps to compile near the best one, if estimates had ranked it lower
+_COMPILED = 8  # number of maps like the best one to compile, as estimates may rank them too low
 _WIDEST = 32
 """Largest model dim that is tried, even if more devices share the machine's fast network."""
 
@@ -364,7 +368,7 @@ def _select_kept_rules(start: RuleSet | None, keep: Iterable[str], mesh: Mesh | 
     there = [*start, *start.activations] if start is not None else []
     for pattern in patterns:
         if pattern not in there:
-            near = find_nearest(pattern, there)
+            near = find_nearest_candidates(pattern, there)
             raise RuleError(
                 f"search: keep={pattern!r} is not a rule of start",
                 facts={"rules": ", ".join(there)},
@@ -408,7 +412,7 @@ class _MapEvaluator:
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, BatchDim | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
-        self._weights = frozenset(map(replace_numbers, paths))  # without numbers, as `Cost` compares paths
+        self._weights = frozenset(map(replace_numbers, paths))  # `Cost` compares paths without numbers, too
 
     def find_batch_dim(self, layout_map: RuleSet) -> BatchDim | None:
         """Return the dim that shards batches on the mesh of a layout map, or None if batches are replicated."""

@@ -13,7 +13,7 @@ from layoutmap.cost.table import Collective
 from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix
 from layoutmap.plan.problems import Problem
 
-_LEAST_SHARE = 0.01  # smallest share of a step's traffic to report
+_LEAST_SHARE = 0.01  # a cause is reported from this share of a step's traffic on
 
 
 def _make_traffic_facts(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str], ...]:
@@ -52,7 +52,7 @@ def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
     ]
     for cause, of_weight in _iterate_large_causes(cost, found):
         over = " and ".join(dict.fromkeys(dim for c in of_weight for dim in c.dims))
-        plan = linted.plan  # a cause with stars for numbers stands for several variables
+        plan = linted.plan  # a cause may be a path with stars for numbers, which stands for several variables
         for path in [cause] if cause in plan else [p for p in plan if replace_numbers(p) == cause]:
             a = plan[path]
             yield Problem(

@@ -18,8 +18,9 @@ class Network:
     """Network that connects devices."""
 
     name: str
-    bandwidth: float  # bytes per second that one device sends; on a ring, in both directions
-    # size of the smallest group that forms a ring; smaller groups are lines with half the bandwidth; 0: no rings
+    bandwidth: float  # bytes per second that a device sends; on a ring, in both directions together
+    # smallest number of devices of a group that is a ring; smaller groups are lines with half the bandwidth; 0: no
+    # rings
     ring_from: int = 0
 
     def get_bandwidth(self, num_devices: int) -> float:
@@ -31,16 +32,16 @@ class Network:
 class Device:
     """Type of device, with its memory, peak speeds, and networks."""
 
-    name: str  # such as "h100"
+    name: str  # name of the device type, such as "h100"
     about: str
     memory_bytes: int
-    memory_bandwidth: float  # bytes per second
-    # FLOPs per second of matrix products, by the operands' element type
+    memory_bandwidth: float  # bytes per second that a device reads or writes
+    # FLOPs per second of matrix products, by the element type of the operands
     flops: Mapping[str, float] = field(hash=False)
-    fast: Network  # network inside a node
+    fast: Network  # network between the devices of a node
     slow: Network  # network between nodes
-    node_size: int  # devices that share the fast network
-    sources: tuple[str, ...] = ()  # documents that state these numbers, with versions
+    node_size: int  # number of devices that share the fast network
+    sources: tuple[str, ...] = ()  # documents with these numbers, with the documents' versions
 
     def get_flops_rate(self, dtype: str) -> float:
         """Return FLOPs per second for an element type, or the rate of the slowest type if `dtype` is unknown."""
@@ -88,7 +89,7 @@ class Machine:
         for dim, stride in zip(mesh.mesh_dims, mesh.strides, strict=True):
             steps[dim.name in inside].append(range(0, dim.size * stride, stride))
         offsets = [sum(each) for each in itertools.product(*steps[True])]
-        # The number of nodes that a group spans depends only on its start within a node, so try each start once.
+        # How many nodes a group spans depends only on where it starts within a node, so try each start once.
         starts = {sum(each) % self.device.node_size for each in itertools.product(*steps[False])}
         nodes = max(
             len({(start + offset) // self.device.node_size for offset in offsets}) for start in starts
@@ -118,7 +119,8 @@ class Machine:
             one_way = fast / 2 if 0 < self.device.fast.ring_from <= near else fast
             return tensor_bytes / (slow if nodes > 1 else one_way)
         if kind == "all_to_all":
-            # In a bidirectional ring, a chunk travels over a quarter of all links on average, so it takes more time.
+            # In a bidirectional ring, a chunk travels over a quarter of the links on average, so multiply the time by
+            # this number of links.
             hops = max(1.0, near / 4) if self.device.fast.ring_from else 1.0
             part = tensor_bytes / size
             return max(part * (near - 1) * hops / fast, part * (size - near) / slow)

@@ -10,7 +10,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.steps import TrainingStep
 from layoutmap.scope.context import Scope
 
-# Only costs need descriptions of steps, so these modules are in this package, not in the adapters (decisions/0196).
+# Only costs use descriptions of steps, so the modules that make them are here, not in the adapters (decisions/0196).
 _MODULES = {
     "keras": "layoutmap.cost.jax.keras_step",
     "jax": "layoutmap.cost.jax.pytree_step",

@@ -32,7 +32,7 @@ from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.progress import ElapsedTime
 
-_SHARE_OF_JAX = 0.75  # share of GPU memory that JAX preallocates: 63.8 of 84.9 GB on an H100
+_SHARE_OF_JAX = 0.75  # share of GPU memory that JAX preallocates, measured on an H100: 63.8 of 84.9 GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class CostRequest:
     """Arguments of `plan` that concern the cost of a step."""
 
     machine: Machine
-    batch_dim: BatchDim | None  # None: guessed from the mesh
-    loss: Callable[..., Any] | None  # None: the model's own
-    target: str | None  # device that XLA compiles the whole step for, to verify the cost; None: no check
-    counting_target: str | None  # device whose compiler determines the cost; None: XLA's partitioner
+    batch_dim: BatchDim | None  # mesh dim that shards batches; None: guessed from the mesh
+    loss: Callable[..., Any] | None  # loss function; None: the model's own
+    target: str | None  # device for which XLA compiles the whole step, to verify the cost; None: not verified
+    counting_target: str | None  # device whose compiler determines the cost; None: XLA's partitioner does
     remat: str | None  # layers that recompute activations; None: those that the model's code recomputes
     fuse_attention: bool
     machine_name: str
-    device_memory: int | None = None  # bytes; overrides the machine's memory
-    advises: bool = True  # whether plan variants are tried if the step does not fit the memory
+    device_memory: int | None = None  # bytes of memory of a device, instead of the machine's
+    advises: bool = True  # whether to try variants of the plan if the step does not fit the memory
 
 
 def make_cost_request(
@@ -115,7 +115,7 @@ def add_step_cost(
         target = request.counting_target
         step_cost = _get_compiled_cost(lowered, assignments, policy, target) if target else None
         step_cost = step_cost or lowered.count(assignments, policy, with_peak_tensors=True)
-    except ShardingRefusedError as error:  # the model's code is the cause, so report a problem of the plan
+    except ShardingRefusedError as error:  # the cause is in the model's code, so report a problem of the plan
         facts = tuple((name, str(value)) for name, value in error.facts.items())
         subject = type(model).__name__
         return plan.add_problem(
@@ -133,7 +133,7 @@ def add_step_cost(
     assert isinstance(found.cost, Cost)
     if found.cost.fits or not request.advises:
         return found
-    from layoutmap.cost.advise import rank_variants_by_cost  # here, because most plans need no search code
+    from layoutmap.cost.advise import rank_variants_by_cost  # imported here, because few plans use the search
     from layoutmap.cost.search.space import find_block_stacks
 
     step, on_jax = counter.step, context.adapter.engine_name == "jax"
@@ -215,7 +215,7 @@ class _ModelCounter:
         step = (
             self.step if has_same_inputs else self._make_step(_unflatten_inputs(self._inputs, variant.inputs))
         )
-        # The plan lacks slots of an optimizer that is not part of the model, so add the slots from the step.
+        # If the optimizer is not part of the model, the plan lacks its slots, so add those of the step.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
         table = make_plan(
             list(planned.values()), variant.rules, layers=self._context.layers, complete=False
@@ -241,7 +241,7 @@ class _ModelCounter:
             over = f"sharded over {format_batch_dim(dim)}"
         step_cost = replace(step_cost, notes=(f"batches are {over}", *step_cost.notes))
         beside = sum(a.device_bytes for a in plan.assignments if a.variable.kind is Kind.LATER)
-        if beside:  # these arrays stay in memory, but the step is traced without them
+        if beside:  # these arrays stay in memory during the step, but the step was traced without them
             names = ("argument_bytes", "peak_bytes", "least_peak_bytes")
             held = {name: getattr(step_cost, name) + beside for name in names if getattr(step_cost, name)}
             note = f"the arrays of later=, {format_bytes(beside)} per device, stay in memory during the step"

@@ -32,13 +32,13 @@ class Collective:
     """Collectives of one kind in a step that exchange equal sizes over the same mesh dims for one cause."""
 
     kind: CollectiveKind
-    dims: tuple[str, ...]  # major dim first
-    calls: int  # per step
-    # bytes per device in one call: of the result of an all-gather, or of the operand of other collectives
+    dims: tuple[str, ...]  # mesh dims over which it communicates, the major one first
+    calls: int  # number of calls per step
+    # bytes on a device in one call: of the result of an all-gather, or of the operand of any other collective
     tensor_bytes: int
     cause: str = ""  # path of the weight or layer, with `*` for numbers of repeated layers; empty: unknown
-    phase: Phase = ""  # empty: unknown
-    group: int = 0  # number of devices that exchange; 0: all devices along the dims
+    phase: Phase = ""  # phase of the step; empty: unknown
+    group: int = 0  # number of devices that exchange data; 0: all devices along the dims
 
     def count_sent_bytes(self, mesh: Mesh) -> int:
         """Return the bytes that a device sends in a step for all calls, if collectives use ring algorithms."""
@@ -54,10 +54,10 @@ class PeakTensors:
     """Tensors of one kind and shape on a device at the peak of a step, without the step's arguments."""
 
     kind: PeakTensorKind
-    path: str  # of the weight or layer, with `*` for numbers of repeated blocks; empty: unknown
-    shape: tuple[int, ...]  # of one tensor on a device
+    path: str  # path of the weight or layer, with `*` for numbers of repeated blocks; empty: unknown
+    shape: tuple[int, ...]  # shape of one tensor on a device
     dtype: str
-    num_bytes: int  # of all tensors together
+    num_bytes: int  # bytes of all tensors together
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class StepCost:
     held: tuple[PeakTensors, ...] = ()
     known_by: str = ESTIMATE
 
-    def on(self, memory_bytes: int) -> StepCost:
+    def cap_peak_for_memory(self, memory_bytes: int) -> StepCost:
         """Return the cost on a device with `memory_bytes`. If memory is short, XLA schedules for a lower peak."""
-        # Limit of XLA's scheduler: 0.95 * (0.8 * device memory - bytes of arguments).
+        # XLA's scheduler lowers the peak to 0.95 * (0.8 * device memory - bytes of arguments), if it can.
         room = self.argument_bytes + int(0.95 * max(0.0, 0.8 * memory_bytes - self.argument_bytes))
         least = self.least_peak_bytes or self.peak_bytes
         return replace(self, peak_bytes=max(least, min(self.peak_bytes, room)))

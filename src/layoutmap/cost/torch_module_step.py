@@ -88,8 +88,8 @@ class _CountedStep:
         optimizer = self.optimizer(trained) if self.optimizer is not None else None
         with tracer:
             self._run_once(tracer, batch, optimizer)
-            self._model.zero_grad()  # free the gradients of the first step, which would count as kept memory
-            gc.collect()  # autograd graphs contain reference cycles, so reference counts do not free them
+            self._model.zero_grad()  # free the gradients, which would be counted as memory that stays in use
+            gc.collect()  # collect autograd graphs, because they contain reference cycles
             tracer.reset_counts()
             self._run_once(tracer, batch, optimizer)
         return {}
@@ -126,7 +126,8 @@ def _track_layers(module: torch.nn.Module, path: str, tracer: Any) -> None:
             tracer.layers[:] = [path]
 
         def watch_gradient(tensor: torch.Tensor) -> torch.Tensor:
-            # Inner layers return their outputs first, so a node belongs to the first layer that returns its tensor.
+            # Inner layers return their outputs before outer ones, so assign a node to the first layer that returns its
+            # tensor.
             if tensor.grad_fn is not None and tensor.grad_fn not in tracer.watched_nodes:
                 tracer.watched_nodes.add(tensor.grad_fn)
                 tensor.register_hook(set_current_layer)  # pyright: ignore[reportUnknownMemberType]

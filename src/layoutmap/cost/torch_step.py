@@ -54,13 +54,14 @@ _KINDS: Mapping[str, CollectiveKind] = {
 }
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
 _LOCAL_OPERATORS = ("wait_tensor", "_wrap_tensor_autograd")
-# The results of these operators are still copies of a weight, or the same gradient, so they keep the source.
+# A result of these operators is still a copy of the same weight, or the same gradient, so it keeps the operand's
+# source.
 _COPIES = {"cat", "clone", "_to_copy", "div", "mul", "neg", "copy_", "wait_tensor", "add", "add_"}
 _EAGER = "each operation reads its operands from memory and writes its results, as without torch.compile"
 _ACCUMULATED = "the weights of a block are gathered together, under the name of the first weight"
 
 
-# Formulas are wrong if layouts conflict, so operations are counted in a run on fake tensors (decisions/0156).
+# Formulas are wrong if layouts conflict, so count operations while the step runs on fake tensors (decisions/0156).
 class StepCounter:
     """Counter that computes the cost of a torch module's training step in any layouts."""
 
@@ -73,7 +74,7 @@ class StepCounter:
         """Return the cost of the step in these layouts. `with_peak_tensors` has no effect."""
         with ExitStack() as stack:
             stack.enter_context(_simulate_process_group(policy.mesh.size))
-            # Torch reads the ranks of a device mesh, so make the mesh before tensors become fake.
+            # Torch reads values when it makes a device mesh, so make it before tensors become fake.
             groups = _map_groups_to_dims(policy.mesh)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             counter: Any = _OperationCounter(policy, groups)
@@ -88,7 +89,7 @@ class StepCounter:
             argument_bytes += sum(a.shard_bytes for a in assignments)
             for key, value in values.items():
                 counter.record_shard_path(get_local(value), key[1])
-            for each in batch:  # so that its memory is not counted twice: `argument_bytes` has its shard
+            for each in batch:  # do not count its memory, because `argument_bytes` contains its shard
                 counter.record_shard_path(each, "")
             with _explain_run_failures(self._step):
                 self._step.run(counter, values, batch)
@@ -121,7 +122,7 @@ def _simulate_process_group(num_processes: int) -> Generator[None]:
     finally:
         discard_meshes_of_group(group)
         dist.destroy_process_group()
-        clear_sharding_caches()  # their keys keep meshes of the destroyed group alive
+        clear_sharding_caches()  # the keys of these caches keep meshes of the destroyed group in memory
 
 
 @contextmanager
@@ -236,7 +237,7 @@ class _OperationCounter(TorchDispatchMode):
     ) -> object:
         kwargs = kwargs or {}  # torch may pass None
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # DTensor then calls the operator on its shards, which are counted
+            return NotImplemented  # DTensor then calls the operator on shards, and that call is counted
         result = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -247,7 +248,7 @@ class _OperationCounter(TorchDispatchMode):
         if func.namespace in _COMMUNICATION_NAMESPACES and name not in _LOCAL_OPERATORS:
             source = self._add_collective(name, args, kwargs, inputs, source or _ValueSource())
             outputs = outputs or inputs[:1]
-        elif func.namespace == "aten" and not can_return_view(func):  # views move no bytes
+        elif func.namespace == "aten" and not can_return_view(func):  # a view reads and writes no bytes
             self.traffic_bytes += sum(map(_compute_num_bytes, (*inputs, *outputs)))
             if func.overloadpacket in flop_registry and inputs:
                 dtype = format_dtype(inputs[0].dtype)
@@ -267,7 +268,8 @@ class _OperationCounter(TorchDispatchMode):
 
     def _find_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
         """Return the source of the result of an operator that copies, scales, or adds its inputs."""
-        # DTensor divides a replicated tensor by a dim's size to add it to partial sums, so it copies no weight.
+        # To add a replicated tensor to partial sums, DTensor divides it by a dim's size. The result is no copy of a
+        # weight.
         if name == "div" and len(args) > 1 and args[1] in self.policy.mesh.shape:
             return _ValueSource()
         found: list[_ValueSource] = []
@@ -279,17 +281,18 @@ class _OperationCounter(TorchDispatchMode):
                 found.append(self._storages[key][1])
         first = next((each for each in found if each.path or each.causes), _ValueSource())
         last = max(found, key=lambda each: each.number, default=first)
-        # Concatenated gradients are reduced together, so their collective has no single cause.
+        # Concatenated gradients are reduced by one collective, which then has no single cause.
         return replace(last, path=first.path, causes=() if name == "cat" else first.causes)
 
     def _add_collective(
         self, name: str, args: Args, kwargs: Kwargs, inputs: Sequence[torch.Tensor], source: _ValueSource
     ) -> _ValueSource:
         kind = _KINDS.get(name)
-        dims, size = self._find_collective_dims([*args, *kwargs.values()])
+        dims, size = self._find_collective_dims_and_group_size([*args, *kwargs.values()])
         if kind is None or not dims:
             return _ValueSource()
-        # A reduction is caused by the layer that computed the partial sums, and other collectives by the current layer.
+        # The cause of a reduction is the layer that computed the partial sums. The cause of other collectives is the
+        # current layer.
         layer = source.layer if "reduce" in kind else ""
         cause = [source.path or layer or self._current_layer]
         num_bytes = max(map(_compute_num_bytes, inputs))
@@ -298,18 +301,19 @@ class _OperationCounter(TorchDispatchMode):
         self._calls.append((kind, dims, num_bytes, cause, self._phase))
         return replace(source, causes=(*source.causes, cause))
 
-    def _find_collective_dims(self, args: Args) -> tuple[tuple[str, ...], int]:
+    def _find_collective_dims_and_group_size(self, args: Args) -> tuple[tuple[str, ...], int]:
         """Return the mesh dims and the number of devices of a collective, or no dims and 1 if no dim is known."""
         mesh = self.policy.mesh
         for each in args:
-            # c10d passes the group before the kind of reduction, both as script objects, so the first one decides.
+            # c10d passes the group and the kind of reduction as script objects, in this order, so the first one is the
+            # group.
             is_group = isinstance(each, torch.ScriptObject)
             name = dist.ProcessGroup.unbox(each).group_name if is_group else each
             if isinstance(name, str) and name in self._groups:
                 dims = self._groups[name]
                 return dims, math.prod(map(mesh.dim_size, dims))
             if is_group:
-                break  # the group of a mesh dim of size 1, which is not in the table
+                break  # this is the group of a mesh dim of size 1, which is not in the table
         return (), 1
 
     def _track_memory(
@@ -328,7 +332,7 @@ class _OperationCounter(TorchDispatchMode):
         self._storages[key] = num_bytes, source or computed
         self._stored_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._stored_bytes - self.resident_bytes)
-        # Views keep the storage alive, so release the memory when the storage is freed, not the tensor.
+        # A view keeps the storage alive, so count the memory until the storage, not the tensor, is freed.
         weakref.finalize(storage, self._release_memory, key)
 
     def _release_memory(self, key: object) -> None:
@@ -338,7 +342,7 @@ class _OperationCounter(TorchDispatchMode):
 def _map_groups_to_dims(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Return the mesh dims of each process group of a mesh, by the group's name."""
     native = convert_layout(Layout.replicated(mesh, 0))[0]
-    simulation.list_ranks(native)  # torch caches this list, and cannot make it when tensors are fake
+    simulation.list_ranks(native)  # torch caches this list, and could not compute it once tensors are fake
     return {
         native.get_group(i).group_name: (dim,)
         for i, dim in enumerate(mesh.dim_names)

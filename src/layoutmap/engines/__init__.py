@@ -46,7 +46,8 @@ def get_engine(name: str) -> Engine:
             fix="use one of these names",
         )
     loaded = sys.modules.get(ENGINES[name])
-    # Imports inside a trace fail, so reuse the loaded module. It lacks `engine` while another thread imports it.
+    # An import inside a trace fails, so use the module if it is loaded. While another thread imports it, it lacks
+    # `engine`.
     if loaded is not None and hasattr(loaded, "engine"):
         return loaded.engine()
     if importlib.util.find_spec(name) is None:

@@ -19,9 +19,9 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import CheckpointError, ScopeError, join_names
 from layoutmap.engines.checks import make_different_values_error
 
-# A wrong input pipeline differs from the first batch on, so always compare the first calls.
+# If the input pipelines of processes differ by mistake, their first batches differ, so always compare the first calls.
 _FIRST_CALLS = 8
-_MAX_SHOWN = 200  # longer texts of a process are cut in messages
+_MAX_SHOWN = 200  # number of characters that a message shows of one process's text
 
 Result = TypeVar("Result")
 
@@ -41,13 +41,13 @@ def gather_texts(text: str, gather: Gather) -> list[str]:
 def _gather_with_padding(values: NumpyArray, gather: Gather) -> list[NumpyArray]:
     """Return the values of each process. The number of values may differ between processes."""
     lengths = gather(np.array([values.size], np.int64))[:, 0]
-    if not lengths.any():  # no process has values, so nothing is left to gather
+    if not lengths.any():  # no process has values, so do not gather any
         return [values] * len(lengths)
     rows = gather(np.pad(values, (0, int(lengths.max()) - values.size)))
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
-# If one process raised alone, the others would wait for it, so exchange errors and raise in all (decisions/0079).
+# If only one process raised, the others would wait for it, so share errors, and raise in all (decisions/0079).
 def call_and_share_errors(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
     """Call a function in each process, and return this process's result. An error is raised in all processes."""
     result: Any = None

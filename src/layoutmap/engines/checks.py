@@ -203,12 +203,12 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
 def wrap_reader_with_checks(variable: VariableSpec, read: BlockReader) -> BlockReader:
     """Return a reader of a variable's shards that raises if a shard has a wrong shape or element type."""
 
-    def read_checked(index: Index) -> NumpyArray:
+    def read_checked_values(index: Index) -> NumpyArray:
         block = np.asarray(read(index))
         check_shard(variable, index, block.shape, block.dtype.name)
         return block
 
-    return read_checked
+    return read_checked_values
 
 
 def check_one_result(function: Callable[..., Any], num_results: int) -> None:

@@ -63,7 +63,7 @@ def report_errors_to_torchrun() -> None:
         error_class: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         call_earlier_hook(error_class, error, traceback)
-        # torch's @record may already have written the file, with the traceback, so keep it.
+        # torch's @record may have written the file, with the traceback, so keep an existing file.
         if isinstance(error, LayoutMapError) and not os.path.exists(file):
             message = {
                 "message": f"{error_class.__name__}: {error}",

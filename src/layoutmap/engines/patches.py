@@ -74,7 +74,8 @@ class AttributePatch:
 
     def __init__(self, owner: Any, name: str, make_replacement: Callable[[Any], object]):
         self._owner, self._name, self._make_replacement = owner, name, make_replacement
-        # Each replacement with its original, recorded before the change so that an interrupt loses none.
+        # Pairs of a replacement and the original. A pair is added before the attribute changes, so that an interrupt
+        # loses no original.
         self._replaced: list[tuple[object, object]] = []
 
     def install(self) -> None:
@@ -113,11 +114,12 @@ class ItemPatch:
 
 def make_patch_if_present(owner: object, name: str, wrap: Callable[[Any], Any]) -> Iterator[AttributePatch]:
     """Yield a patch that wraps a function and keeps its signature, or nothing if `owner` lacks the function."""
-    if hasattr(owner, name):  # without it, the library itself reports the missing feature, so patch nothing
+    # If the name is missing, patch nothing, because the library itself reports the missing feature.
+    if hasattr(owner, name):
         yield AttributePatch(owner, name, lambda original: functools.wraps(original)(wrap(original)))
 
 
-# Ctrl-C can interrupt `__exit__`, so the finalizer of a use also removes the patches (decisions/0025).
+# Ctrl-C can interrupt `__exit__`, so patches are also removed at garbage collection of the context (decisions/0025).
 class Patches:
     """Install patches while any thread uses them.
 
@@ -139,7 +141,8 @@ class Patches:
     def __init__(self, patches: Iterable[Patch]):
         self._patches = tuple(patches)
         self._users: weakref.WeakSet[_PatchUse] = weakref.WeakSet()
-        # Reentrant: garbage collection may end a use while the lock is held.
+        # Reentrant, because garbage collection may close a context manager of this thread while the thread holds the
+        # lock.
         self._lock = threading.RLock()
 
     def activate(self) -> ClosingContext:

@@ -56,7 +56,7 @@ class MakeMover(Protocol):
         ...
 
 
-# A plan starts no framework, so checks of layouts and dtypes must not use devices (decisions/0032).
+# A plan must not start devices of a framework, so checks of layouts and dtypes must not use devices (decisions/0032).
 class Engine(Protocol):
     """Create, read, and reshard arrays of one framework.
 

@@ -72,8 +72,8 @@ def make_unsupported_error(
     )
 
 
-# Private names change between releases, so report a missing one with the tested releases (decisions/0149).
-class ImportGuard:
+# Private names change between releases, so the error for a missing one lists the tested releases (decisions/0149).
+class ImportErrorConverter:
     """Convert errors of imports in a `with` block to an error that names the tested releases of a framework."""
 
     def __init__(self, package: str, error_class: type[LayoutMapError] = EngineError) -> None:

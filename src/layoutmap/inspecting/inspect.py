@@ -162,7 +162,7 @@ def _find_layout_on_mesh(mesh: Mesh, placement: Placement, rank: int, engine: En
             if _is_submesh(placement.mesh, mesh, engine)
             else None
         )
-    # The mesh of a plan may list no devices, so bind it to compare them.
+    # The mesh of a plan may list no devices. Binding it gives it devices, which can be compared.
     on_all = len(placement.devices) == mesh.size and placement.devices == engine.bind_mesh(mesh).devices
     return Layout.replicated(mesh, rank) if placement.is_copied or on_all else None
 

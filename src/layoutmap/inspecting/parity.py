@@ -413,7 +413,7 @@ def _compare_stages(
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
     perturbed_gradients: dict[str, Any] = {}
     if left_out is None and any(_can_be_rounding(a, b, largest) for _, a, b in found):
-        # Run both models, so that adapters that count calls draw the same random numbers afterwards.
+        # Some adapters draw random numbers by the count of calls, so run both models to keep the counts equal.
         again, _ = (
             _compute_perturbed_gradients(adapter, model, batch, tolerance) for model in (unsharded, sharded)
         )
@@ -572,7 +572,7 @@ def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> 
         return None
     a, b = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
     factor = float(np.vdot(a, b) / np.vdot(a, a))
-    # A factor of 1 means that the difference has a different cause, so return none.
+    # A factor of 1 cannot explain a difference, so return None.
     if math.isclose(factor, 1, abs_tol=10 * tolerance):
         return None
     return factor if np.max(np.abs(a * factor - b)) <= 10 * tolerance * np.max(np.abs(b)) else None

@@ -37,7 +37,7 @@ from layoutmap.core.errors import LayoutMapError, shorten_repr
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.specs import replace_unsharded
+from layoutmap.core.specs import replace_unsharded_by_none
 from layoutmap.core.uneven import UnevenSetting
 from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, get_itemsize
 from layoutmap.plan.carried_cost import load_cost_package
@@ -202,7 +202,7 @@ def _get_dim_sizes(mesh: Mesh) -> dict[str, int]:
 
 def _list_specs(layout: Layout) -> list[Any]:
     """Return the specs of a layout as a list for JSON, with None for an unsharded axis."""
-    return list(replace_unsharded(layout.sharding_specs))
+    return list(replace_unsharded_by_none(layout.sharding_specs))
 
 
 def _convert_variable_to_json(assignment: Assignment) -> dict[str, Any]:

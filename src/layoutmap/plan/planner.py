@@ -227,7 +227,7 @@ class _PlanBuilder:
             block = split_at_numbers(variable.path)
             # A search for near misses is slow, and its result is equal for repeated blocks, so cache it.
             if block not in self._near:
-                self._near[block] = tuple(self._patterns.find_nearest(variable.path))
+                self._near[block] = tuple(self._patterns.find_nearest_candidates(variable.path))
             return Match(variable.path, None, near_misses=self._near[block])
         rule = min(winners.values(), key=lambda r: (r.pattern not in (*matching, *names), r.number))
         if len(named) > 1 and rule == named[0] and rule.pattern not in names:
@@ -269,7 +269,7 @@ class _PlanBuilder:
             layout, shape = pad_rule_layout(rule, len(variable.rule_shape)), variable.rule_shape
             uneven = _derive_uneven(rule.uneven)
         if variable.axes is None:
-            # The parent's layout is shrunk already, so an uneven axis of an equal shape is an error of the parent.
+            # The parent's layout is shrunk already, so if an axis of the same shape is uneven, report an error.
             uneven = "error" if uneven == "shrink" else uneven
             return (layout if shape == variable.shape else replicated), None, uneven
         if layout.rank != len(variable.rule_shape):

@@ -80,7 +80,7 @@ def find_unused_rule_problems(
         if owner_kind == "variable" and SLOTS.match(rule.pattern):
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
             continue
-        near = candidate_paths.find_nearest(rule.pattern)
+        near = candidate_paths.find_nearest_candidates(rule.pattern)
         intended = _find_intended_paths(rule.pattern, near[0], paths) if near else ()
         yield Problem(
             "unused rule",
@@ -178,7 +178,7 @@ def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tup
     found: dict[tuple[str, str], Layout] = {}
     for a in members:
         new = replicated[id(a)]
-        # Vectors are small, so suggest a sharded layout only for a bias of a kernel, whose axis has a role.
+        # Vectors are small, so suggest a sharded layout only for biases of kernels (a bias has an axis with a role).
         is_small = len(a.variable.shape) == 1 and not a.variable.use
         found[a.variable.key] = (None if is_small else suggestions.suggest_layout(new)) or new.layout
     return found

@@ -41,7 +41,7 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:
         return RuleSet(plan.mesh, rest="replicated")
-    # A dim of the batch cannot serve tensor parallelism, so use it for weights only if the mesh has no other dim.
+    # A dim of the batch cannot serve tensor parallelism, so choose it only if the mesh has no other dim.
     dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
     preset = presets.find_matching_preset([group[0].variable.path for group in _group_weights(plan)])
     return (preset and _adapt_preset(plan, preset, dim, batch_dims)) or _write_rules(
@@ -149,7 +149,7 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
             )
             if is_small and usual in (None, layout):
                 continue
-            # The pattern for the usual layout may match variables with other layouts, so their rules come first.
+            # The pattern for the usual layout may also match variables with other layouts, so write their rules first.
             parts = _find_pattern_parts(members, group if layout == usual else members, owners)
             rows.setdefault((layout == usual, layout, reasons.write_reason(members[0])), []).append(parts)
     merged = [(key, pattern) for key, patterns in rows.items() for pattern in merge_patterns(patterns)]
@@ -171,7 +171,7 @@ def _find_pattern_parts(members: Group, group: Group, owners: Mapping[str, str])
 
 def _list_similar_paths(members: Group) -> list[str]:
     """Return the paths and aliases of variables that differ from the first path only in numbers."""
-    # A pattern for the paths may match such an alias, so the aliases count as paths.
+    # A pattern for the paths also matches aliases that differ only in numbers, so return these, too.
     paths = [path for a in members for path in (a.variable.path, *a.variable.aliases)]
     return [path for path in paths if split_at_numbers(path) == split_at_numbers(paths[0])]
 

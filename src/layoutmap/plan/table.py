@@ -19,7 +19,7 @@ from layoutmap.core.paths import replace_numbers
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import PlanCost
 from layoutmap.plan.problems import Problem, merge_problems, sort_problems
-from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.near_misses import find_nearest_candidates
 
 _MAX_FULL_PROBLEMS = 10
 
@@ -88,7 +88,7 @@ class PlanTable(Mapping[str, Assignment]):
                 why="the plan has several models",
                 fix=f"include the model: plan[{keys[0]!r}]",
             )
-        near = find_nearest(path, self._keys_by_path)
+        near = find_nearest_candidates(path, self._keys_by_path)
         raise KeyError(
             f"the plan has no variable {path!r}" + (f"; near misses: {', '.join(near)}" if near else "")
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from layoutmap.core.errors import RuleError, join_names
 from layoutmap.core.paths import split_at_numbers
-from layoutmap.core.specs import Specs, replace_unsharded
+from layoutmap.core.specs import Specs, replace_unsharded_by_none
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
@@ -44,7 +44,7 @@ def derive_rules(plan: PlanTable) -> RuleSet:
             groups.setdefault((split_at_numbers(a.variable.path), _list_specs(a)), []).append(a.variable.path)
     owners = {path: a.variable.path for a in ruled for path in (a.variable.path, *a.variable.aliases)}
     rules = make_rules_for_groups({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
-    # Derived variables get the layout of their parent, so only those with another layout need a rule.
+    # Derived variables get the layout of their parent, so only those with a different layout need a rule.
     exceptions = {a.variable.path: _list_specs(a) for a in _iterate_mismatches(plan, rules)}
     rules = {f"{re.escape(path)}$": specs for path, specs in exceptions.items()} | rules
     if wrong := [a.variable.path for a in _iterate_mismatches(plan, rules)]:
@@ -64,7 +64,10 @@ class _MemorySpec(NamedTuple):
 
 
 def _list_specs(assignment: Assignment) -> Specs:
-    specs, memory = (replace_unsharded(assignment.layout.sharding_specs), assignment.layout.host_memory)
+    specs, memory = (
+        replace_unsharded_by_none(assignment.layout.sharding_specs),
+        assignment.layout.host_memory,
+    )
     return (*specs, _MemorySpec(memory)) if memory else specs
 
 

@@ -43,7 +43,7 @@ class StyledModule:
     output: int | None = None
 
 
-# A program with approximate layouts would train differently, so raise for layouts without exact form (decisions/0014).
+# Approximate layouts would change the training, so raise for layouts without an exact equivalent (decisions/0014).
 def list_ruled_variables(plan: PlanTable, caller: str) -> list[Assignment]:
     """Return the variables to which another library's rules apply: all except slots and metrics.
 

@@ -17,7 +17,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import make_path_regex, split_at_numbers
-from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims, replace_unsharded
+from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims, replace_unsharded_by_none
 from layoutmap.core.steps import BatchArray
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.lint import guess_batch_dim
@@ -165,7 +165,7 @@ def find_preset_of_rules(rules: RuleSet) -> Preset | None:
     if mesh is None or not rules:
         return None
     for name in presets.list_presets():
-        # Most presets are for other model families, so make and compare layouts only if a preset has all the patterns.
+        # Most presets are for other model families, so create layouts only for presets with all patterns of the rules.
         fields = presets.read_preset(name, mesh, None, None)
         for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
             for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
@@ -212,7 +212,7 @@ def _copy_rules(
 
 
 def _get_specs(layout: Layout) -> Specs:
-    return replace_unsharded(layout.sharding_specs)
+    return replace_unsharded_by_none(layout.sharding_specs)
 
 
 # -- text of a change

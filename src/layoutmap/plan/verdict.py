@@ -249,7 +249,7 @@ def _make_advice_without_cost(plan: PlanTable, needed_bytes: int, available_byte
     for variants in (sharded, [before.double_devices(dim) for dim in dims], together, narrow):
         if variants is together and any(n <= available_bytes for n, _ in found):
             continue
-        # Variants that differ only in the mesh dim would be similar advice, so keep only the best of them.
+        # Variants that differ only in the mesh dim would be similar advice, so keep the one with the least memory.
         known = [
             (n, variant)
             for variant in variants

@@ -8,7 +8,7 @@ from layoutmap.core.errors import format_aligned_rows
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import AS_FOUND, suggest_rule_change
 from layoutmap.core.paths import format_path_regex_source
-from layoutmap.core.specs import replace_unsharded
+from layoutmap.core.specs import replace_unsharded_by_none
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
@@ -136,7 +136,7 @@ def _iterate_change_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
     if match.rule is not None:
         yield "change it", suggest_rule_change(match.rule, (variable.path, *variable.aliases))
     elif match.has_existing_layout:
-        specs = tuple(replace_unsharded(assignment.layout.sharding_specs))
+        specs = tuple(replace_unsharded_by_none(assignment.layout.sharding_specs))
         pattern, memory = format_path_regex_source([match.path]), assignment.layout.host_memory
         rule = (
             f"layout_map.add({pattern}, {specs}, memory={memory!r})"

@@ -48,7 +48,7 @@ def make_rules_for_groups(
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
         for pattern in merge_patterns(_find_shortest_pattern_parts(paths, unwanted) for paths in groups):
             matched = {owner for path, owner in owners.items() if re.match(pattern, path)} & wanted
-            if matched:  # earlier rules may match all of these variables by aliases, so skip this one
+            if matched:  # if not, earlier rules match all variables by their aliases, so skip this rule
                 rules[pattern] = specs
                 wanted -= matched
     return rules

@@ -10,16 +10,16 @@ _MIN_SCORE = 0.6
 _NUMBER = re.compile(r"\d+")
 
 
-def find_nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+def find_nearest_candidates(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """Return the candidates most similar to a path or pattern, best first, ignoring digits and regex signs.
 
     Example:
-        >>> find_nearest(r".*\\.kernal", ["d1.kernel", "d1.bias"])
+        >>> find_nearest_candidates(r".*\\.kernal", ["d1.kernel", "d1.bias"])
         ['d1.kernel']
-        >>> find_nearest("layers.3.query", ["layers.3.self_attention.query_dense.kernel", "layers.3.norm.scale"])
-        ['layers.3.self_attention.query_dense.kernel']
+        >>> find_nearest_candidates("layers.3.query", ["layers.3.attention.query_dense.kernel", "layers.3.norm.scale"])
+        ['layers.3.attention.query_dense.kernel']
     """
-    return NearMissSearch(candidates).find_nearest(text, count)
+    return NearMissSearch(candidates).find_nearest_candidates(text, count)
 
 
 class NearMissSearch:
@@ -40,7 +40,7 @@ class NearMissSearch:
                 numbers, candidate
             )
 
-    def find_nearest(self, text: str, count: int = 3) -> list[str]:
+    def find_nearest_candidates(self, text: str, count: int = 3) -> list[str]:
         """Return at most `count` candidates that are similar to a path or pattern, the most similar first."""
         if self._left is not None:
             if len(self._by_skeleton) > self._left:

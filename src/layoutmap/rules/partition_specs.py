@@ -17,7 +17,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import make_path_regex, split_at_numbers
 from layoutmap.core.specs import Specs
 from layoutmap.core.variables import Assignment
-from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.near_misses import find_nearest_candidates
 from layoutmap.rules.patterns import compile_pattern
 
 Shape = tuple[int, ...]
@@ -188,7 +188,7 @@ def read_spec_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where:
 def check_path_known(path: str, shapes: Mapping[str, Shape], where: str) -> None:
     """Raise a `RuleError` if no array has this path."""
     if path not in shapes:
-        near = find_nearest(path, shapes, 1)
+        near = find_nearest_candidates(path, shapes, 1)
         raise RuleError(
             f"{where}: {path} is not one of the arrays",
             why=f"none of the {len(shapes)} shapes has this path",

@@ -9,7 +9,7 @@ from layoutmap.core.match import KERAS
 from layoutmap.rules.keras_rules import anchor_keras_pattern, is_keras_rule
 
 _MAX_LENGTH = 1000
-_MAX_COST = 27  # a repeat costs 4, an optional part 1; within this limit, a path of 60 letters takes seconds
+_MAX_COST = 27  # a repeat costs 4, an optional part 1; up to this cost, matching 60 letters takes seconds
 _OPENING = re.compile(r"\((?:\?(?:[aimsu-]*:|[=!>]|<[=!]|P<\w+>))?")
 _TOKEN = re.compile(
     rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+|[aimsu]+)\)|{_OPENING.pattern}|(?:[*+?]|\{{\d*,?\d*\}})[+?]?|.",
@@ -39,7 +39,7 @@ def compile_pattern(pattern: str, rule_name: str) -> re.Pattern[str]:
         ) from error
 
 
-def refuse_slow_pattern(pattern: str, rule_name: str) -> None:
+def check_pattern_is_fast(pattern: str, rule_name: str) -> None:
     """Raise for a regex from a file that could take hours to match a path, because files may be from strangers.
 
     Raises:

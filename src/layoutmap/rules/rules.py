@@ -18,7 +18,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.old_names import DeprecatedAlias
 from layoutmap.core.uneven import UnevenSetting, validate_uneven
 from layoutmap.rules.keras_rules import is_keras_rule
-from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.near_misses import find_nearest_candidates
 from layoutmap.rules.patterns import compile_pattern
 from layoutmap.rules.table import RuleEntry, RuleTable
 
@@ -100,7 +100,7 @@ class Rules(MutableMapping[str, Layout]):
               change it     change rule 1, or add a rule before it: the first rule that matches wins
         """
         won, *lost = self.matching_rules(path) or [None]
-        near = () if won else tuple(find_nearest(path, self))
+        near = () if won else tuple(find_nearest_candidates(path, self))
         return Match(path, won, tuple(rule for rule in lost if rule), near, self._otherwise)
 
     def matching_rules(self, path: str) -> list[Rule]:

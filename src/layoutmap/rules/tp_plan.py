@@ -167,7 +167,7 @@ def convert_tp_plan(
             else {up for path in parameters for up in _list_parent_paths(path)}
         )
         if plan and not any(found.values()):
-            _refuse_unmatched_plan(next(iter(plan)), prefix, parameters)
+            raise _make_unmatched_plan_error(next(iter(plan)), prefix, parameters)
     rules: dict[str, tuple[str | None, ...]] = {}
     activations: dict[str, Specs] = {}
     unmatched: list[str] = []
@@ -262,12 +262,12 @@ def _guess_parameter_ranks(key: str, plan: Mapping[str, str]) -> dict[str, int]:
     return {"weight": 2} if plan[key].startswith("embedding") else {"weight": 2, "bias": 1}
 
 
-def _refuse_unmatched_plan(key: str, prefix: str, parameters: Iterable[str]) -> None:
-    """Raise the error that no entry of a plan matches the model, with the prefix under which an entry would match."""
+def _make_unmatched_plan_error(key: str, prefix: str, parameters: Iterable[str]) -> RuleError:
+    """Return the error that no entry of a plan matches the model. Its fix is a prefix with which `key` would match."""
     with_any_prefix = re.compile(rf"(.*?\.)?{_make_entry_regex(key)}(\.[^.]+)?")
     matches = (with_any_prefix.fullmatch(path) for path in parameters)
     other = next((match[1] or "" for match in matches if match), None)
-    raise RuleError(
+    return RuleError(
         "tp_plan: no entry matches a parameter of the model",
         facts={"entry": prefix + key, "parameter": next(iter(parameters), "")},
         why="the model's paths have another prefix"

@@ -40,7 +40,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.strict_yaml import read_yaml
 from layoutmap.core.uneven import UnevenSetting, validate_uneven
-from layoutmap.rules.patterns import refuse_slow_pattern
+from layoutmap.rules.patterns import check_pattern_is_fast
 
 VERSION = 1
 """The version of the file format."""
@@ -139,7 +139,7 @@ def write_rules_file(fields: RulesFields) -> str:
     text = dump_yaml(data)
     end = text.index("rules:")
     for pattern, reason in fields.reasons.items():
-        # A key may also occur inside an earlier line, so search for it after the key before.
+        # A key may also occur inside an earlier line, so search for it after the previous key.
         key = textwrap.indent(dump_yaml({pattern: None}).removesuffix("null\n").rstrip(), "  ")
         end = text.index(f"\n{key}", end) + 1
         comment = "".join(f"  # {line}\n" for line in textwrap.wrap(reason, 106, break_long_words=False))
@@ -276,7 +276,7 @@ def _check_specs(rule_kind: str, pattern: str, specs: object) -> None:
             why="a layout has one sharding spec for each axis",
             fix="write a list, as in [null, model]",
         )
-    refuse_slow_pattern(pattern, f"rules file: {rule_kind}")
+    check_pattern_is_fast(pattern, f"rules file: {rule_kind}")
     listed = cast("list[Any]", specs)
     if "None" in listed:
         raise RuleError(

@@ -26,7 +26,7 @@ from layoutmap.report.contents import (
     format_contents_text,
     read_contents,
 )
-from layoutmap.rules.near_misses import find_nearest
+from layoutmap.rules.near_misses import find_nearest_candidates
 from layoutmap.scope.plan import Plan
 
 
@@ -148,7 +148,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     def __getitem__(self, path: str) -> SavedVariable:
         found = self._variables.get(path) or self._variables.get(self._paths_by_alias.get(path, ""))
         if found is None:
-            near = find_nearest(path, [*self._variables, *self._paths_by_alias])
+            near = find_nearest_candidates(path, [*self._variables, *self._paths_by_alias])
             raise KeyError(
                 f"the checkpoint has no variable {path!r}"
                 + (f"; near misses: {', '.join(near)}" if near else "")

@@ -151,7 +151,9 @@ def load(
     saved = loading.states.get("processes", [])
     position = processes.process_index, processes.num_processes
     states = [each["data"] for each in saved if "data" in each]
-    state = processes.run_in_all(lambda: None if data is None else choose_data_state(data, states, *position))
+    state = processes.run_in_all_processes(
+        lambda: None if data is None else choose_data_state(data, states, *position)
+    )
     is_new = layout_map is not None  # a new model needs no protection from a damaged checkpoint
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
@@ -229,18 +231,18 @@ def _load_keras_weights(model: object, source: KerasWeights) -> Any:
 def _open_source(directory: str | os.PathLike[str], step: int | None, processes: MeshProcesses) -> Source:
     """Open the same step in all processes. Without `step`, it is the last step that process 0 finds."""
 
-    def open_checked(step: int | None) -> Source:
+    def open_checked_source(step: int | None) -> Source:
         found = open_source(directory, step)
         if isinstance(found, StepSource):
             found.check_file_sizes()
         return found
 
-    source = processes.run_in_all(lambda: open_checked(step))
+    source = processes.run_in_all_processes(lambda: open_checked_source(step))
     if not isinstance(source, StepSource):
         return source
     if differ := processes.find_differences(_format_step_identity(source)):
         step = int(differ[0].split()[0])
-        source = processes.run_in_all(lambda: open_checked(step))
+        source = processes.run_in_all_processes(lambda: open_checked_source(step))
         differ = processes.find_differences(_format_step_identity(source))
     if differ:
         raise CheckpointError(
@@ -312,14 +314,14 @@ class ModelLoader:
             random_states: Random states to restore at the end, with the settings of the optimizer; `None`: neither.
             only_paths: Paths in the checkpoint of the variables to read; `None`: all.
         """
-        stored = self._processes.run_in_all(lambda: self._list_checked_variables(model, optimizer))
+        stored = self._processes.run_in_all_processes(lambda: self._list_checked_variables(model, optimizer))
         # Initializers may have advanced a generator after its state was read, so read the states of generators again.
         taken = self.values.read_paths - {e.variable.path for e in stored if e.variable.kind is Kind.RNG}
         rest = [
             e
             for e in stored
             if e.variable.path not in taken
-            and (saved := self.values.find_saved(e.variable))
+            and (saved := self.values.find_saved_variable(e.variable))
             and (only_paths is None or saved.path in only_paths)
         ]
         self.unread = self._find_unread_slots(stored)
@@ -334,7 +336,9 @@ class ModelLoader:
         }
         if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
-                self._processes.run_in_all(lambda: self._verify_values(variables.values(), layouts, progress))
+                self._processes.run_in_all_processes(
+                    lambda: self._verify_values(variables.values(), layouts, progress)
+                )
         del stored, rest  # so that the old arrays are freed one by one while new ones are read
         with Progress(variables, enabled=self._progress, verb="loaded") as progress:
 
@@ -357,7 +361,7 @@ class ModelLoader:
                     progress(path)
 
             with after_checks or nullcontext():
-                loaded = self._processes.run_in_all(
+                loaded = self._processes.run_in_all_processes(
                     lambda: self.adapter.restore_variables(model, optimizer, read_arrays())
                 )
                 if random_states is not None:
@@ -385,9 +389,10 @@ class ModelLoader:
 
     def _find_unread_slots(self, stored: Sequence[StoredVariable]) -> Sequence[str]:
         """Return the paths of saved slots that are not read because the model has no optimizer."""
-        if not self._settings or "optimizer" in self._settings:  # not from Keras, so no optimizer comes later
+        # Only a Keras model may get its optimizer after the load, by `compile`, so report slots only for Keras.
+        if not self._settings or "optimizer" in self._settings:
             return ()
-        known = {saved.path for each in stored if (saved := self.values.find_saved(each.variable))}
+        known = {saved.path for each in stored if (saved := self.values.find_saved_variable(each.variable))}
         slots = [v.path for v in self.values.source.variables.values() if v.kind is Kind.SLOT]
         return [path for path in slots if path not in known]
 
@@ -410,7 +415,7 @@ class ModelLoader:
     ) -> None:
         """Raise if a value that this process needs is damaged."""
         for variable in variables:
-            saved = self.values.find_saved(variable)
+            saved = self.values.find_saved_variable(variable)
             assert saved is not None
             layout = layouts[variable.path]
             read = self.values.make_reader(variable)

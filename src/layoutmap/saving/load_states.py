@@ -112,7 +112,7 @@ def restore_data_or_undo(
                 restore_state(data, state)
 
     try:
-        processes.run_in_all(restore_states)
+        processes.run_in_all_processes(restore_states)
         yield
     except BaseException:
         undo()

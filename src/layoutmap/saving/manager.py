@@ -105,9 +105,9 @@ class CheckpointManager:
         self._history = StepHistory(self._storage)
         self._last_seen_step: int | None = None
         self._position: SavedStep | None = None  # the step that was last saved or loaded
-        self._before: SavedStep | None = None  # the position to restore if the save in flight fails
-        self._is_deleted = False  # whether the step at the position was deleted and may be saved again
-        self._keeps_later = False  # whether later steps stay as another line, because `load` got later="keep"
+        self._before: SavedStep | None = None  # the value of `_position` to restore if the running save fails
+        self._is_deleted = False  # whether the step in `_position` was deleted, so that it may be saved again
+        self._keeps_later = False  # whether steps after the loaded one stay as a separate branch (see `load`)
         self._damaged: set[int] = set()
         self._saved_at = time.monotonic()
         self._group: MeshProcesses | None = None
@@ -133,7 +133,7 @@ class CheckpointManager:
         step that was saved last.
         """
         self.wait()
-        return self._history.list_lineage(self._position or self._history.find_last_saved())
+        return self._history.list_lineage(self._position or self._history.find_last_saved_step())
 
     # Training may change values while a thread writes them, so first copy arrays in writable memory (decisions/0080).
     def save(
@@ -182,7 +182,7 @@ class CheckpointManager:
         )
         self._group = plan.group
         # Wait in all processes together: if the previous save failed in one of them, all raise.
-        self._group.run_in_all(self.wait, "save")
+        self._group.run_in_all_processes(self.wait, "save")
         writer = plan.begin(
             lambda token: self._resolve_later_steps(number, token), patience_seconds=self._patience_seconds
         )
@@ -242,7 +242,7 @@ class CheckpointManager:
         if damaged == "skip":
             found = self._find_undamaged_step(wanted)
             if found is None and step is None and not best:
-                # Damaged manifests are known only now and may change the line, so search the steps of the new line.
+                # Without the damaged manifests, now known, the run's branch may be a different one: search its steps.
                 found = self._find_undamaged_step([n for n in self._list_run_steps() if n not in wanted])
             number = number if found is None else found
         loaded = load(model, self._directory, step=number, **options)
@@ -264,7 +264,7 @@ class CheckpointManager:
         if self._group is None:
             self.wait()
         else:  # wait in all processes together, so that all of them list the same steps below
-            self._group.run_in_all(self.wait, "save")
+            self._group.run_in_all_processes(self.wait, "save")
         number = convert_step(step)
         if number not in self.steps and not (self._group and self._group.has_other_processes):
             raise CheckpointError(
@@ -317,7 +317,7 @@ class CheckpointManager:
     def _resolve_later_steps(self, step: int, token: str) -> SavedStep:
         """Return a new step's lineage. Raise or warn for later steps, and delete a replaced step of the same number."""
         position = self._position
-        last = position or self._history.find_last_saved()
+        last = position or self._history.find_last_saved_step()
         existing = self._history.read_steps()
         if later := self._find_blocking_steps(step, existing.values()):
             load = (
@@ -345,7 +345,7 @@ class CheckpointManager:
                 ),
                 stacklevel=find_user_stacklevel(),
             )
-        # Delete a step of the same number on a different line, because it would prevent the save.
+        # Delete a step with the same number on a different branch, because it would prevent the save.
         if (step in existing and position is not None) or step in self._damaged:
             self._storage.delete_step(step)
             self._history.remove_step(step)
@@ -417,9 +417,9 @@ class CheckpointManager:
 
     def _list_run_steps(self) -> list[int]:
         """Return the steps of this run that can be loaded, latest first."""
-        last = self._position or self._history.find_last_saved()
+        last = self._position or self._history.find_last_saved_step()
         found = [*self._collect_metrics(last)]
-        # If the manifest of the last step is damaged, its line is unknown. So add the line of the last undamaged step.
+        # If the manifest of the last step is damaged, its branch is unknown, so add that of the last undamaged step.
         if last is not None and last.step in self._history.damaged:
             undamaged = self._history.read_steps().values()
             found += self._collect_metrics(max(undamaged, key=_get_save_order, default=None))
@@ -427,7 +427,7 @@ class CheckpointManager:
 
     def _rank_steps(self) -> list[int]:
         """Return the steps that have the metric, best first. Raise if there are none."""
-        metrics = self._collect_metrics(self._position or self._history.find_last_saved())
+        metrics = self._collect_metrics(self._position or self._history.find_last_saved_step())
         if found := self._retention.rank_steps_by_metric(metrics):
             return found
         raise CheckpointError(
@@ -444,7 +444,7 @@ class CheckpointManager:
                 problem = next(StepSource(self._storage, step).find_damage(), None)
             except CheckpointError as error:
                 problem = error
-                self._history.mark_damaged(step)
+                self._history.mark_step_as_damaged(step)
             if problem is None:
                 return step
             self._damaged.add(step)

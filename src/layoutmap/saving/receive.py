@@ -117,9 +117,9 @@ def receive(
 
             return [str(scratch), str(_receive_files(link, scratch, check_model_matches))]
 
-        own = json.dumps(processes.run_in_all(receive_in_first_process, "receive"))
+        own = json.dumps(processes.run_in_all_processes(receive_in_first_process, "receive"))
         scratch, folder = map(Path, json.loads(processes.gather_text(own)[0]))
-        received = processes.run_in_all(
+        received = processes.run_in_all_processes(
             lambda: _ReceivedWeights(_read_begin_record(scratch), folder), "receive"
         )
         values = ModelValues(received, names=table, cast=cast)
@@ -127,10 +127,10 @@ def receive(
         if received.unchanged:
             values.check_all(variables, _KINDS)
             only, kept = _find_changed_variables(values, variables, received.unchanged)
-            _store_needed_unchanged(model, table, received.unchanged, kept, scratch / "kept")
-            processes.run_in_all(lambda: received.add_files(scratch / "kept"), "receive")
+            _store_needed_unchanged_weights(model, table, received.unchanged, kept, scratch / "kept")
+            processes.run_in_all_processes(lambda: received.add_files(scratch / "kept"), "receive")
 
-        # All values are verified, so only an interrupt could mix old and new values. So delay it (decisions/0246).
+        # All values are verified, so only an interrupt could mix old and new values: delay interrupts (decisions/0246).
         @contextmanager
         def delay_interrupts_until_answer() -> Generator[None]:
             after_answer.enter_context(delay_interrupts())
@@ -223,7 +223,7 @@ def _find_changed_variables(
     changed: set[str] = set()
     kept: dict[str, None] = {}
     for variable in variables:
-        saved = values.find_saved(variable)
+        saved = values.find_saved_variable(variable)
         parts = [] if saved is None else values.list_tensor_names(saved)
         if saved is not None and not all(part in unchanged for part in parts):
             changed.add(saved.path)
@@ -231,7 +231,7 @@ def _find_changed_variables(
     return changed, list(kept)
 
 
-def _store_needed_unchanged(
+def _store_needed_unchanged_weights(
     model: object, table: NameTable | None, unchanged: Mapping[str, str], needed: Sequence[str], folder: Path
 ) -> None:
     """Compare the model with the checksums of unchanged weights, and write the needed ones of these to files.

@@ -109,7 +109,7 @@ class SavePlan:
     def _extend_last_lineage(self, token: str) -> SavedStep:
         """Return the lineage of a new step that continues the step that was saved last."""
         history, step = StepHistory(self.storage), self.manifest.step
-        last = history.find_last_saved()
+        last = history.find_last_saved_step()
         position = last if last is not None and last.step < step else None
         return make_step_lineage(step, token, position, history.read_steps().values())
 
@@ -166,7 +166,7 @@ def plan_save(
         number = convert_step(step)
         return Manifest(number, facts, encode_state(metadata, "metadata"), states, (), variables, {}), own
 
-    manifest, own_states = group.run_in_all(make_manifest, "save")
+    manifest, own_states = group.run_in_all_processes(make_manifest, "save")
     if group.has_other_processes:
         saved = {"directory": storage.where, "step": str(manifest.step)}
         saved["metadata"] = json.dumps(manifest.metadata)
@@ -251,7 +251,7 @@ def _make_plan_table(
 def _find_common_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> Mesh | None:
     """Return the mesh of all layouts, or None if nothing is sharded. Raise if there are several meshes."""
     meshes = {layout.mesh: path for path, layout in layouts.items() if layout is not None}
-    # The layouts of torch slots come from a DeviceMesh, not from the `Mesh` of the weights, so compare bound meshes.
+    # The layouts of torch slots come from a DeviceMesh, not from the `Mesh` of the weights, so compare native meshes.
     bound = {engine.bind_mesh(mesh): (mesh, path) for mesh, path in meshes.items()} if len(meshes) > 1 else {}
     if len(bound) > 1:
         (one, path), (other, other_path) = list(bound.values())[:2]

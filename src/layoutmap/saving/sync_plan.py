@@ -304,7 +304,7 @@ class SyncMatching:
         if self._is_ignored(variable.path):
             self._used.update(numbers)
         if not numbers or self._is_ignored(variable.path):
-            self._record_unmatched("sampler", variable)
+            self._record_unmatched_variable("sampler", variable)
             return
         self._used.update(numbers)
         sources = [self._trainer.stored[number] for number in numbers]
@@ -411,12 +411,12 @@ class SyncMatching:
     def _record_unused_sources(self) -> None:
         for number, each in enumerate(self._trainer.stored):
             if number not in self._used:
-                self._record_unmatched("trainer", each.variable)
+                self._record_unmatched_variable("trainer", each.variable)
 
     def _is_ignored(self, path: str) -> bool:
         return any(pattern.match(path) for pattern in self._ignored)
 
-    def _record_unmatched(self, end: str, variable: VariableSpec) -> None:
+    def _record_unmatched_variable(self, end: str, variable: VariableSpec) -> None:
         """Record a variable as left out if it is ignored, or else as a problem, because only one end has it."""
         path = variable.path
         if self._is_ignored(path):
@@ -425,7 +425,7 @@ class SyncMatching:
         other = self._trainer if end == "sampler" else self._sampler
         near = NearMissSearch(
             [each.variable.path for each in other.stored], max_comparisons=10_000
-        ).find_nearest(path, 1)
+        ).find_nearest_candidates(path, 1)
         facts = (("shape", str(variable.shape)), *(("near", name) for name in near))
         self.problems.append(
             Problem(

@@ -19,7 +19,7 @@ class TreeIdentity:
     """Identify a tree of arrays during training, because each update makes a new tree of new arrays."""
 
 
-# Each update makes a new tree, so versions of trees are stored by their arrays (decisions/0241). Arrays cannot be
+# Each update makes a new tree, so the version of a tree is stored by its arrays (decisions/0241). Arrays cannot be
 # hashed, so the keys of tables are ids, and an entry is removed when its array is garbage-collected.
 _Table = dict[int, tuple[ref[Any], Any]]
 _trained: _Table = {}

@@ -178,7 +178,7 @@ class Scope:
         variables = {key: assignment.variable for key, assignment in assignments.items()}
         with Progress(variables, enabled=self.options.progress) as progress:
 
-            def read_saved_values() -> dict[str, Any]:
+            def create_arrays_from_saved_values() -> dict[str, Any]:
                 arrays: dict[str, Any] = {}
                 for key, read in readers.items():
                     if read is not None:
@@ -189,9 +189,9 @@ class Scope:
             if readers and self.spans_processes:
                 from layoutmap.engines.agreement import call_and_share_errors
 
-                arrays = call_and_share_errors(read_saved_values, self.gather_from_processes)
+                arrays = call_and_share_errors(create_arrays_from_saved_values, self.gather_from_processes)
             else:
-                arrays = read_saved_values()
+                arrays = create_arrays_from_saved_values()
             return arrays | self.engine.create_initial_values(computed, initializers, progress=progress)
 
     def gather_from_processes(self, values: Any) -> Any:

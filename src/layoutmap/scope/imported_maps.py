@@ -87,7 +87,7 @@ class ImportedMaps(RuleSet):
             RuleError: Rules cannot give a variable its layout.
             ScopeError: `model` is not a model of a supported library.
         """
-        # Import by name, because the package of `inspect` imports this package.
+        # Import by name, because the package of `inspect` imports this one, so a normal import would be circular.
         plan = model if isinstance(model, PlanTable) else import_module("layoutmap").inspect(model, optimizer)
         return cls.from_plan(plan)
 

@@ -121,7 +121,7 @@ def retry_with_model_library(function: Callable[P, R]) -> Callable[P, R]:
         from layoutmap.adapters.random_states import read_states, restore_states
 
         values = [*args, *kwargs.values()]
-        # Without a layout map, `load` uses an existing model, so do not start with JAX.
+        # Without a layout map, `load` gets an existing model and builds none, so do not choose JAX here.
         builds = any(isinstance(value, RuleSet) for value in values)
         is_jax = builds and "jax" in imported and find_named_libraries(values[0]) == {"jax"}
         states = read_states()

@@ -183,7 +183,7 @@ class Plan(PlanTable):
                1  .*\\.\\d+\\.up$  (unsharded, model)
             the rest is replicated
         """
-        # Import by name, because the module of LayoutMap imports this module.
+        # Import by name, because the module of LayoutMap imports this one, so a normal import would be circular.
         return import_module("layoutmap.scope.layout_map").LayoutMap.from_plan(self)
 
     # -- exports

@@ -78,7 +78,7 @@ class MeshProcesses:
         """Return the texts of all processes if they differ, else an empty sequence. All processes must call this."""
         return compare_texts(text, self.gather_from_processes)[0] if self.has_other_processes else []
 
-    def run_in_all(self, function: Callable[[], Result], verb: str = "load") -> Result:
+    def run_in_all_processes(self, function: Callable[[], Result], verb: str = "load") -> Result:
         """Call a function in each process, and return its result here. If it raises in one process, raise in all."""
         if not self.has_other_processes:
             return function()
@@ -86,7 +86,7 @@ class MeshProcesses:
 
     def run_in_first(self, function: Callable[[], list[str]]) -> list[str]:
         """Call a function only in process 0, and return its texts in all processes. If it raises, raise in all."""
-        texts = self.run_in_all(lambda: function() if self.process_index == 0 else [], "save")
+        texts = self.run_in_all_processes(lambda: function() if self.process_index == 0 else [], "save")
         return json.loads(self.gather_text(json.dumps(texts))[0])
 
 

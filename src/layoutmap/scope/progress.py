@@ -14,7 +14,7 @@ from layoutmap.core.variables import VariableSpec
 
 _DELAY_SECONDS = 2.0
 _UPDATE_SECONDS = 0.1
-_LOG_SECONDS = 5.0  # between two log lines
+_LOG_SECONDS = 5.0  # time between two log lines
 
 ProgressMode = bool | Literal["log"] | None
 """Whether to show progress.

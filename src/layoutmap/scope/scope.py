@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from layoutmap.adapters import (
     ModelAdapter,
     TrainingAdapter,
+    forbid_models_of_other_libraries,
     get_adapter,
     get_imported_adapter,
     get_model_adapter,
-    refuse_other_libraries,
     require_capability,
 )
 from layoutmap.adapters.options import COMMON_OPTIONS, OptionsByName, ScopeOptions
@@ -92,7 +92,7 @@ def scope(
     """
     check_layout_map(layout_map, "scope")
     context = _open_scope(layout_map, _choose_adapter(library), options)
-    with context.session.defer_variables(), refuse_other_libraries(context.adapter):
+    with context.session.defer_variables(), forbid_models_of_other_libraries(context.adapter):
         yield context
     context.warn_if_empty()
     context.warn_of_unbuilt_layers()
@@ -329,7 +329,7 @@ def _open_scope(layout_map: RuleSet, adapter: ModelAdapter, user_options: Mappin
     if spans_processes:
         from layoutmap.scope.process_group import check_same_options
 
-        # Compare the options before raising, so that all processes raise if one does, and none waits forever.
+        # Compare options before raising: if one process raises, all must, because the others would wait forever.
         compared = replace(options, progress=None, later=None) if options else refusal
         check_same_options(
             f"library={adapter.name!r}, {compared}", lambda values: engine.gather_from_processes(values, mesh)
@@ -384,7 +384,7 @@ def make_model_in_scope(
     """
 
     def make_model_of_library() -> Any:
-        with refuse_other_libraries(context.adapter):
+        with forbid_models_of_other_libraries(context.adapter):
             return _make_and_check_model(context, make_model, inputs, prepare)
 
     return context.session.build_model(make_model_of_library)

@@ -242,10 +242,10 @@ class AdapterContract(OldMethodNames):
         model = self.build_sharded(name)
         self.adapter.create_lazy_variables(model, self.batch(name))
         for path, value in self.read_values(model).items():
-            if value.dtype.kind == "f":  # no initializer returns these values, so the load must read them
+            if value.dtype.kind == "f":  # no initializer returns this, so only a load can restore it
                 self.adapter.write(self.adapter.variables(model)[path], value + 1)
         lm.save(model, tmp_path)
-        saved = lm.describe(tmp_path)  # libraries leave some variables out of files, so compare these
+        saved = lm.describe(tmp_path)  # compare only saved variables, because some are not saved
         expected = {path: value for path, value in self.read_values(model).items() if path in saved}
         other = self.make_layout_map(name, "batch=4,model=2")
         loaded = lm.load(make_model, tmp_path, layout_map=other, library=self.library)

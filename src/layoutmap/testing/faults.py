@@ -39,8 +39,8 @@ class Fault:
     """A fault of an engine, as two programs on simulated CPU devices. Each prints 1 if its result is correct."""
 
     title: str
-    uncorrected: str  # program that uses only the engine
-    corrected: str  # the same program with this package
+    uncorrected: str  # source of a program that uses only the engine
+    corrected: str  # source of the same program with this library
 
 
 def _list_xla_faults() -> list[Fault]:

@@ -26,7 +26,8 @@ _OPERATIONS: Mapping[str, Callable[[Any, str], jax.Array]] = {
 def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
     """Return a function that runs a collective of float32 over a mesh dim."""
     size = mesh.dim_size(dim)
-    length = num_bytes // 4 // size**2 * (size if kind == "all_gather" else size**2)  # on each device
+    # Number of elements on each device.
+    length = num_bytes // 4 // size**2 * (size if kind == "all_gather" else size**2)
     sharding = make_named_sharding(Layout([mesh.dim_names], mesh))
     operation = jax.shard_map(
         lambda x: _OPERATIONS[kind](x, dim),
@@ -79,7 +80,7 @@ def describe_devices() -> dict[str, str]:
     facts = {"kind": ", ".join(sorted({device.device_kind for device in devices}))}
     slices = {getattr(device, "slice_index", None) for device in devices} - {None}
     coords = [device.coords for device in devices if getattr(device, "coords", None) is not None]
-    if coords:  # TPUs have coordinates in their torus
+    if coords:  # only TPUs have coordinates, which give their place in the torus
         lowest, highest = (tuple(map(end, *coords, coords[0])) for end in (min, max))
         facts["coordinates"] = f"{lowest} to {highest}"
     return facts | ({"slices": str(len(slices))} if slices else {})

@@ -33,7 +33,7 @@ from layoutmap.testing.models.maps import EIGHT, Devices
 from layoutmap.testing.stack import LayerStack
 from layoutmap.testing.subjects import make_cpu_environment, make_launcher_environments
 
-_WIDTH = 120  # a multiple of most numbers of devices
+_WIDTH = 120  # a number that most numbers of devices divide
 _SECONDS = 120.0
 
 
@@ -55,7 +55,7 @@ def _check_saved_steps(engine: str, dims: str, rng: random.Random) -> Iterator[s
             constant.model = CheckpointManager(folder).load(constant.model, step=step)
             if constant.read_values() != {step}:
                 yield f"step {step} is {constant.read_values()} on {dims}"
-        constant.group.gather_text("")  # waits until all processes have read the folder
+        constant.group.gather_text("")  # wait until all processes have read the folder
 
 
 def _save_until_killed(engine: str, folder: Path, rng: random.Random) -> list[str]:
@@ -98,7 +98,7 @@ class ConstantModel:
     def __init__(self, engine: str, dims: str):
         stack = LayerStack(engine, dims, _WIDTH)
         self._adapter = require_capability(get_adapter(stack.library), Adapter, "a run")
-        self._adapter.set_seed(0)  # equal models in all processes
+        self._adapter.set_seed(0)  # all processes must create equal models
         self.model: Any = stack.build_model()
         self.group = MeshProcesses(get_engine(engine), stack.mesh)
         self.set_all_weights(0)

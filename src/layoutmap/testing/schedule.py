@@ -27,11 +27,11 @@ from layoutmap.testing.subjects import DEVICES_PER_PROCESS, get_subject, make_la
 
 CASES_PER_PROCESS = 20
 """Each process tries this many cases, because its compiled programs fill the memory. Then a new process starts."""
-CASE_SECONDS = 300.0  # the longest duration of a case
+CASE_SECONDS = 300.0  # number of seconds after which a case is stopped
 TURN_SECONDS = 60.0
 """A process ends if its subject has used this many seconds more than a different subject. Then a process of that
 subject starts and imports its framework, so a smaller limit causes more imports."""
-_GRACE_SECONDS = 5.0  # time for a process to end by itself, because others could wait for a killed process
+_GRACE_SECONDS = 5.0  # time for a process to end by itself; others could wait forever for a killed one
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,25 @@ class LawResult:
     subject: str
     seed: int
     outcome: Outcome
-    program: str = ""  # the case, if the law did not hold
+    program: str = ""  # source of the case, if the law did not hold
 
 
 @dataclass
 class Schedule:
     """Cases to try, with the progress so far."""
 
-    subjects: Sequence[str]  # keys of `SUBJECTS` and `WITHOUT_MODELS`
-    seed: int  # the first one of each subject
-    seconds: float = threading.TIMEOUT_MAX  # time limit; unfinished cases have no outcome
-    count: int | None = None  # cases of each subject; None: no limit
-    laws: Sequence[str] = ()  # empty: all laws
-    num_workers: int | None = None  # processes at a time; None: one for each core
-    simulate: int = 8  # devices that each process simulates; 0: the devices of the machine
-    mesh: str = ""  # of all cases; empty: drawn
+    subjects: Sequence[str]  # subjects to try: keys of `SUBJECTS` and `WITHOUT_MODELS`
+    seed: int  # first seed of each subject
+    seconds: float = threading.TIMEOUT_MAX  # time limit; cases that are not finished by then have no outcome
+    count: int | None = None  # number of cases of each subject; None: no limit
+    laws: Sequence[str] = ()  # names of the laws to try; empty: all laws
+    num_workers: int | None = None  # number of processes at a time; None: one for each core
+    simulate: int = 8  # number of devices that each process simulates; 0: use the devices of the machine
+    mesh: str = ""  # mesh of all cases; empty: drawn for each case
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # environment variables
-    # device names by engine, for each engine with a started process
+    # by engine, the device names, for each engine whose process has started
     devices: dict[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]], init=False)
-    # facts about these devices by engine, for a report
+    # by engine, facts about these devices for a report
     facts: dict[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]], init=False)
     used_seconds: Counter[str] = field(default_factory=Counter[str], init=False)  # seconds by subject
     num_begun: Counter[str] = field(default_factory=Counter[str], init=False)  # number of cases by subject
@@ -85,9 +85,9 @@ class Schedule:
                 if result is not None:
                     yield result
         finally:
-            self._deadline = 0.0  # with a deadline in the past, no worker begins a new case
+            self._deadline = 0.0  # the deadline is in the past, so no worker begins a new case
             for process in tuple(self._processes):
-                process.kill_processes()  # its worker then reads the rest of the output and cleans up
+                process.kill_processes()  # the worker of the process then reads the rest of its output, and cleans up
             for thread in threads:
                 thread.join()
 
@@ -126,14 +126,14 @@ class Schedule:
         results = process.try_case(seed, self._deadline)
         num_laws = max((i + 1 for i, result in enumerate(results) if result.outcome.is_suspicious), default=0)
         if process.is_quick and num_laws:
-            # Laws share models, so all laws up to the last suspicious one run again. If the process ended early, or no
-            # case could be drawn, the last result names no law of LAWS, and all laws run again.
+            # Try all laws up to the last suspicious one again, because laws share models. If the process ended early,
+            # or no case could be drawn, the last result is of no law in LAWS. Then try all laws again.
             laws = [result.outcome.law for result in results[:num_laws]]
             with self._start_process(subject, quick=False, laws=laws if laws[-1] in LAWS else ()) as slow:
                 results = [*slow.try_case(seed, self._deadline), *results[num_laws:]]
         if (engine := get_subject(subject).engine) not in self.devices:  # no process could start the engine
             self._stopped.add(engine)
-        if time.monotonic() < self._deadline:  # otherwise the case may be unfinished
+        if time.monotonic() < self._deadline:  # after the deadline, the case may be unfinished
             for result in results:
                 self._results.put(result)
         with self._lock:
@@ -147,7 +147,7 @@ class Schedule:
             if not left or time.monotonic() >= self._deadline:
                 return None
             subject = min(left, key=lambda name: (self.used_seconds[name], self.num_begun[name]))
-            self.used_seconds[subject] += 1  # so that the next worker takes another subject
+            self.used_seconds[subject] += 1  # so that the next worker takes a different subject
             return subject
 
     def _take_next_seed(self, subject: str) -> int | None:
@@ -192,7 +192,7 @@ class _WorkerProcess:
         first, *others = ({**common, **schedule.settings, **environment} for environment in environments)
         popen = partial(subprocess.Popen[str], command, stderr=self._errors, text=True)
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        # All processes are in one new group, so that they can be killed with their children.
+        # Start all processes in one new process group, so that they can be killed together with their children.
         self._process = popen(env=first, stdin=pipe, stdout=pipe, process_group=0)
         self._others = [
             popen(env=environment, stdin=null, stdout=null, process_group=self._process.pid)
@@ -235,7 +235,7 @@ class _WorkerProcess:
     def end_processes(self) -> None:
         """End all processes and their children. Only the thread that reads results may call it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=_GRACE_SECONDS)  # closes stdin, which ends the process
+            self._process.communicate(timeout=_GRACE_SECONDS)  # close stdin, so that the process ends
         self.kill_processes()
         self._process.communicate()
         for other in self._others:

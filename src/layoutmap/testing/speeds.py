@@ -88,7 +88,7 @@ def _measure_operations(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     """Yield the seconds of collectives over each mesh dim, the speed of products and of a copy, and the memory."""
     speeds, mesh = import_speed_module(engine), get_engine(engine).bind_mesh(Mesh(None, dims))
     is_cpu = mesh.device_type == "CPU"
-    num_bytes = 2**20 if is_cpu else 2**28  # large enough to hide the latency of a collective
+    num_bytes = 2**20 if is_cpu else 2**28  # many bytes, so that the latency of a collective does not matter
     for dim in mesh.mesh_dims:
         for kind in MEASURED_COLLECTIVES if dim.size > 1 else ():
             operation = speeds.make_collective(kind, mesh, dim.name, num_bytes)
@@ -107,7 +107,7 @@ def _measure_operations(engine: str, dims: str) -> Iterator[dict[str, Any]]:
 
 def _measure_seconds(call: Callable[[], Any], wait: Callable[[Any], None], rounds: int = _ROUNDS) -> float:
     """Return the shortest mean duration of a call over several rounds, since other programs only slow calls down."""
-    wait(call())  # compiles the call and connects the processes
+    wait(call())  # the first call is not measured, because it compiles and connects processes
     durations: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -117,7 +117,7 @@ def _measure_seconds(call: Callable[[], Any], wait: Callable[[Any], None], round
 
 
 _MEASUREMENTS: Mapping[str, Callable[[str, str], Iterator[dict[str, Any]]]] = {
-    "a step is measured": _measure_step,  # first, since some devices report only the peak since the program started
+    "a step is measured": _measure_step,  # first, because some devices report only the peak since the program started
     "speeds are measured": _measure_operations,
 }
 

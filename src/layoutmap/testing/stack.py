@@ -95,7 +95,7 @@ class LayerStack:
         step_plan = plan(
             self._make_model,
             self._layout_map,
-            inputs=(inputs, inputs) if self.library == "jax" else inputs,  # the JAX loss also takes targets
+            inputs=(inputs, inputs) if self.library == "jax" else inputs,  # a loss on JAX also takes targets
             library=self.library,
             batch_dim=self._dim,
             on=machine,

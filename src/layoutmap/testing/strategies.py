@@ -30,7 +30,7 @@ __all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "plans", "sh
 
 _DIM_NAMES = ("batch", "model", "x", "y", "stage", "expert")
 _PARTS = ("encoder", "decoder", "blocks", "attn", "mlp", "up", "query", "kernel", "bias", "embeddings")
-_MOST_DEVICES = 64  # enough for every kind of layout, and few enough to iterate quickly
+_MOST_DEVICES = 64  # enough for every kind of layout, but few enough to iterate over quickly
 
 _EVEN_POLICIES: tuple[Uneven, ...] = ("error", "replicate", "shrink")
 
@@ -154,7 +154,7 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
     kinds = st.sampled_from([Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.METRIC])
     sides = st.lists(st.integers(0, 12), max_size=3).map(tuple)
     dtypes = st.sampled_from(["float32", "bfloat16", "int8"])
-    min_size = draw(st.integers(0, 3))  # lists without a minimum size are often empty, so draw a minimum
+    min_size = draw(st.integers(0, 3))  # lists that may be empty are often empty, so draw a minimum size
     names = draw(st.lists(paths(), min_size=min_size, max_size=8, unique=True))
     variables = [
         VariableSpec(n, draw(sides), draw(dtypes), draw(kinds), trainable=draw(st.booleans())) for n in names
@@ -213,7 +213,7 @@ def _draw_pattern(draw: st.DrawFn) -> str:
 
 
 _TEXTS = st.sampled_from(_PARTS) | st.text("kern.el0 #", min_size=1, max_size=4)
-# Regexes separated by blanks are easier to read than lists of quoted strings.
+# Parts of regexes, separated by blanks, because lists of quoted strings are harder to read.
 _SIGNS = r". ^ $ | ] } { \. \d \w \W \s \b \B \A \Z \n \\ \( \[ \| \- \é \x6b \u006b \153 \0 \1 \2".split()  # noqa: SIM905
 _CLASSES = r"[kern] [^.] []k] [^]k] [\]k(] [a-z] [\d.] [)(] [k*|?] []-a]".split()  # noqa: SIM905
 _GROUPS = r"(?#note) (?#() (?#[) (?#\)) (?P=name) (?(1)k|e) (?i) (?x) (?a) (?s)".split()  # noqa: SIM905
@@ -242,10 +242,10 @@ def _draw_regex(draw: st.DrawFn, depth: int = 3) -> str:
 
 def _can_be_rule(pattern: str) -> bool:
     with warnings.catch_warnings():
-        # A later Python will parse patterns with a warning differently, such as a "possible nested set".
+        # A later Python may parse patterns with warnings differently, such as a "possible nested set", so refuse these.
         warnings.simplefilter("error")
         try:
-            # A rules file refuses slow patterns, so exclude them.
+            # A rules file refuses slow patterns, so refuse these, too.
             return bool(re.compile(pattern)) and not explain_slow_pattern(pattern)
         except (re.error, OverflowError, RecursionError, Warning):
             return False

@@ -15,7 +15,7 @@ def _make_quick_flags() -> str:
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     flags += " --xla_cpu_parallel_codegen_split_count=1"
     with suppress(PackageNotFoundError):
-        # XLA ends the process for an unknown flag, and jaxlib 0.11 does not know this one, so check the version.
+        # XLA ends the process if it does not know a flag. jaxlib 0.11 does not know this one, so check the version.
         if version("jaxlib").startswith(("0.9.", "0.10.")):
             flags += " --xla_cpu_use_fusion_emitters=false"
     return flags
@@ -63,10 +63,10 @@ def make_launcher_environments(count: int) -> list[dict[str, str]]:
 class Subject:
     """A model library on an engine, or an engine alone, that laws test."""
 
-    title: str  # in reports
-    library: str  # key of `layoutmap.testing.models.LIBRARIES`; empty: no models
+    title: str  # title in reports
+    library: str  # key of the library in `layoutmap.testing.models.LIBRARIES`; empty: no models
     engine: str
-    num_processes: int = 1  # processes that try a case together, each with its own devices
+    num_processes: int = 1  # number of processes that try a case together, each with its own devices
     is_padded: bool = False  # whether each case pads a variable
 
     def make_environment(self, *, quick: bool, simulated: bool = True) -> dict[str, str]:
@@ -89,7 +89,7 @@ class Subject:
         return (_ONE_PROCESS if detect_launcher() is None else {}) | os.environ | settings
 
 
-# Most faults involve features of one library, so each library draws models of its own (decisions/0140).
+# Most faults depend on features of one library, so each library has its own random models (decisions/0140).
 SUBJECTS = {
     "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
     "keras-jax-processes": Subject("Keras 3 on JAX in two processes", "keras", "jax", num_processes=2),

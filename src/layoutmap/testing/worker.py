@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
     """Try the seeds that stdin lists, and write results. For the arguments, see the docstring of the module."""
     engine, num_simulated, mesh, *laws = arguments
     output = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # frameworks also print to file descriptor 1, so send that to stderr
+    os.dup2(2, 1)  # frameworks also print to descriptor 1, so send this to stderr
     if int(num_simulated):
         simulate_devices(int(num_simulated), engine)
     started_by = detect_launcher()
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     if engine == "jax" and started_by is not None and not is_alone:
         import jax
 
-        # JAX cannot detect processes that no cluster manager started, so pass their number and index.
+        # Without a cluster manager, JAX cannot detect the processes, so pass their number and this one's index.
         if "JAX_COORDINATOR_ADDRESS" in os.environ:
             jax.distributed.initialize(num_processes=started_by.num_processes, process_id=started_by.process)
         else:
@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
     facts = describe_hosts(engine, group)
     facts |= describe_tf32(engine, all_devices, simulated=int(num_simulated) > 0)
     output.write(f"{json.dumps({'devices': names, 'facts': facts})}\n")
-    # Only the first process has an input, so it reads for all.
+    # Only the first process has an input, so it reads each line for all processes.
     while line := group.run_in_first(lambda: [sys.stdin.readline()])[0]:
         subject, seed = line.split()
         failures: list[dict[str, Any]] = []
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
             if number != group.process_index:
                 output.writelines(f"{json.dumps(result)}\n" for result in json.loads(text))
         output.write(f"{json.dumps({'ended': seed})}\n")
-        gc.freeze()  # later collections skip the objects of frameworks and their caches, which takes less time
+        gc.freeze()  # later collections skip the objects of frameworks and caches, so they are faster
     return 0
 
 

@@ -4,7 +4,11 @@ import pytest
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning, PlanError
 from layoutmap.core.mesh import Mesh
-from layoutmap.cost.search.finalists import choose_best_compiled_map, choose_first_map_that_fits, search_around_best_compiled_map
+from layoutmap.cost.search.finalists import (
+    choose_best_compiled_map,
+    choose_first_map_that_fits,
+    search_around_best_compiled_map,
+)
 from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome
 from layoutmap.cost.search.result_table import compare_with_best_built_in_map, make_result_rows
 from layoutmap.cost.table import StepCost
@@ -102,7 +106,9 @@ def test_a_compiler_that_fails_or_is_interrupted_leaves_what_was_counted():
     assert "map 2" == choose_best_compiled_map(counted, compiled(failing, (2.0, 9), failing)).best.name
     stopped = choose_best_compiled_map(counted, compiled((1.9, 9), KeyboardInterrupt(), (0.1, 9)))
     assert ("map 1", False) == (stopped.best.name, stopped.is_complete)
-    assert not choose_best_compiled_map(counted, compiled(KeyboardInterrupt(), (1.0, 9), (1.0, 9))).is_complete
+    assert not choose_best_compiled_map(
+        counted, compiled(KeyboardInterrupt(), (1.0, 9), (1.0, 9))
+    ).is_complete
 
 
 def searched_near(found):

@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.torch import changes, devices, simulation
-from layoutmap.engines.torch.dtensor_ops.guard import OPERATORS_GUARDED
+from layoutmap.engines.torch.dtensor_ops.guard import OPERATOR_DISPATCH_PATCH
 from layoutmap.engines.torch.engine import engine
 
 __all__ = ["MESH", "alone", "place", "run_on", "summands", "whole"]
@@ -47,7 +47,7 @@ def run_on() -> Any:
 def alone() -> Generator[None]:
     """DTensor without us, but for the simulation, and with plain tensors as replicated."""
     native, _ = engine().make_native_layout(Layout.replicated(MESH, 0), 0)
-    OPERATORS_GUARDED.remove()
+    OPERATOR_DISPATCH_PATCH.remove()
     changes.meshes.clear()
     with (
         patch.object(devices, "install_patches_for_mesh"),  # which each use of the mesh has called

@@ -24,7 +24,12 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.padded import PaddedArray, replace_by_logical_shapes, unwrap_padded, wrap_padded
+from layoutmap.engines.jax.padded import (
+    PaddedArray,
+    replace_by_logical_shapes,
+    unwrap_padded_array,
+    wrap_padded_array,
+)
 from layoutmap.engines.jax.trees import find_memory_kind
 
 
@@ -175,12 +180,12 @@ def _copy_weight_layout(leaf: Any, weights: Mapping[str, object], spec: Variable
     weight = weights.get(spec.parent) if spec.parent is not None and _is_shape_only(leaf) else None
     if not isinstance(weight, (jax.Array, PaddedArray)) or weight.shape != leaf.shape:
         return leaf
-    shape = unwrap_padded(weight).shape
-    return wrap_padded(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=weight.sharding), leaf.shape)
+    shape = unwrap_padded_array(weight).shape
+    return wrap_padded_array(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=weight.sharding), leaf.shape)
 
 
 def _is_shape_only(leaf: object) -> bool:
-    return isinstance(unwrap_padded(leaf), jax.ShapeDtypeStruct)
+    return isinstance(unwrap_padded_array(leaf), jax.ShapeDtypeStruct)
 
 
 def _list_array_owners(tree: object) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.core
 from flax import nnx
 
 from layoutmap.adapters.jax.hidden_arrays import has_hidden_tracer
-from layoutmap.adapters.jax.module_outputs import TracedOutput
+from layoutmap.adapters.jax.module_outputs import OutputTracingHandler
 from layoutmap.adapters.jax.nnx_types import is_nnx_value
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.adapters.jax.tracing import is_array
@@ -76,7 +76,7 @@ def mark_arrays_as_data(nodes: Nodes) -> None:
                     setattr(node, name, nnx.data(value))
 
 
-def refuse_lost_arrays(nodes: Nodes, state: object) -> None:
+def check_state_has_all_arrays(nodes: Nodes, state: object) -> None:
     """Raise if a module contains traced arrays that its state lacks, because flax does not find them.
 
     Raises:
@@ -95,7 +95,9 @@ def refuse_lost_arrays(nodes: Nodes, state: object) -> None:
                 why="flax.nnx finds arrays in lists, tuples, and dicts only if these are marked as data",
                 fix="mark the value where the attribute is assigned: nnx.data(..)",
             )
-        if isinstance(node, TracedOutput):  # skip this library's handler, because it is not part of the model
+        if isinstance(
+            node, OutputTracingHandler
+        ):  # skip this library's handler, because it is not part of the model
             continue
         if id(node) not in checked and has_hidden_tracer(node):
             raise ScopeError(

@@ -107,7 +107,7 @@ def find_rule_shardings(
     ]
     if not specs:
         return {}
-    # Import by name, because `scope` is a higher package.
+    # Import by name, because this package must not depend on the higher package `scope`.
     plan = import_module("layoutmap.scope.plan").make_plan(
         specs,
         layout_map,

@@ -88,7 +88,7 @@ def _iterate_splits(
         elif name == "scan":
             for inner in iterate_inner_jaxprs(eqn.params.values()):
                 for mine, var in zip(inner.invars, eqn.invars, strict=True):
-                    # JAX 0.11 does not tell which inputs a scan iterates over, so find them by their lower rank inside.
+                    # JAX 0.11 does not tell which inputs a scan iterates over. Find them by their lower rank inside it.
                     if not isinstance(var, Literal) and var in splits and _get_rank(mine) < _get_rank(var):
                         yield splits[var]
         elif name in CALLS:

@@ -29,7 +29,7 @@ _ORIGINAL_CLASS = "_layoutmap_plain"
 
 
 @dataclass(frozen=True)
-class OutputLayout:
+class OutputLayoutHandler:
     """Constrain the output of a module to a layout.
 
     Args:
@@ -61,7 +61,7 @@ class OutputLayout:
 
 
 @dataclass(frozen=True)
-class ModelMesh:
+class ModelMeshHandler:
     """Run a model on the mesh of its arrays although `jax.set_mesh` has set a different mesh.
 
     Args:
@@ -83,7 +83,7 @@ class ModelMesh:
 
 
 @dataclass(frozen=True)
-class TracedOutput:
+class OutputTracingHandler:
     """Report each call of a module to a tracer.
 
     Args:
@@ -124,7 +124,9 @@ _SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 
 
 # Python looks up `__call__` on the class, so give a module with a handler a subclass of its class (decisions/0073).
-def set_output_handler(module: nnx.Module, output: OutputLayout | ModelMesh | TracedOutput) -> None:
+def set_output_handler(
+    module: nnx.Module, output: OutputLayoutHandler | ModelMeshHandler | OutputTracingHandler
+) -> None:
     """Make calls of a module constrain their output, run on the model's mesh, or report to a tracer."""
     remove_output_handler(module)
     is_pytree = not jax.tree_util.all_leaves([module])
@@ -146,11 +148,10 @@ def _make_handling_subclass(original: Any, is_pytree: bool) -> type[nnx.Module]:
     """Return a subclass of a module class that passes its calls to the output handler of the instance."""
 
     @functools.wraps(original.__call__)
-    def handle_call(self: object, *args: object, **kwargs: object) -> object:
+    def call_with_output_handler(self: object, *args: object, **kwargs: object) -> object:
         call = functools.partial(original.__call__, self)
-        output = vars(self).get(
-            _ATTRIBUTE
-        )  # None if the user's code has created this instance of the subclass
+        # If the user's code has created this instance of the subclass, it has no handler.
+        output = vars(self).get(_ATTRIBUTE)
         return call(*args, **kwargs) if output is None else output.call_module(call, args, kwargs)
 
     def copy_module(self: object) -> Any:
@@ -165,7 +166,7 @@ def _make_handling_subclass(original: Any, is_pytree: bool) -> type[nnx.Module]:
         make, arguments, *rest = module.__reduce_ex__(protocol)
         return _restore_module, (make, arguments), *rest
 
-    body = {"__call__": handle_call, "__copy__": copy_module, "__reduce_ex__": reduce_module}
+    body = {"__call__": call_with_output_handler, "__copy__": copy_module, "__reduce_ex__": reduce_module}
     body[_ORIGINAL_CLASS] = original
     body |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(original)(original.__name__, (original,), body, pytree=is_pytree)

@@ -38,7 +38,7 @@ def check_no_mutable_arrays(model: object) -> None:
                 if is_nnx_variable(leaf)
                 else "return the value, jax.freeze(ref), and create the Ref where it is used",
             )
-        # For modules, `refuse_lost_arrays` raises an error that names the attribute.
+        # Leave modules out, because `check_state_has_all_arrays` raises an error for them that names the attribute.
         if not is_module and has_hidden_tracer(leaf):
             raise ScopeError(
                 f"{_format_path(keys)}: an array is hidden in an object",

@@ -9,11 +9,15 @@ import jax
 from flax import nnx
 
 from layoutmap.adapters.jax import pytrees
-from layoutmap.adapters.jax.held_arrays import find_array_attributes, mark_arrays_as_data, refuse_lost_arrays
+from layoutmap.adapters.jax.held_arrays import (
+    check_state_has_all_arrays,
+    find_array_attributes,
+    mark_arrays_as_data,
+)
 from layoutmap.adapters.jax.module_outputs import (
-    ModelMesh,
-    OutputLayout,
-    TracedOutput,
+    ModelMeshHandler,
+    OutputLayoutHandler,
+    OutputTracingHandler,
     remove_output_handler,
     set_output_handler,
 )
@@ -24,7 +28,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import StepTracer
 from layoutmap.core.variables import Kind
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.ambient import differs_from_ambient_mesh, warn_about_axis_types
+from layoutmap.engines.jax.ambient import differs_from_ambient_mesh, warn_of_different_axis_types
 
 _EAGER_SHARDING_OFF = 0
 """Value for `nnx.use_eager_sharding`: false, but distinguishable from the `False` that a program may set."""
@@ -39,9 +43,9 @@ def split_module(model: nnx.Module) -> ModelParts:
     nodes = [*nnx.iter_graph(model)]
     mark_arrays_as_data(nodes)
     graph, state = nnx.split(model)
-    refuse_lost_arrays(nodes, state)
+    check_state_has_all_arrays(nodes, state)
     variables = {_format_keys(path): each for path, each in nnx.to_flat_state(state)}
-    # Flax takes longer to find shared objects than to split a module, so search only if the graph has any.
+    # Flax takes longer to find shared objects than to split a module, so search only if the graph contains some.
     is_shared = any(isinstance(node, nnx.graph.NodeRef) for node in graph.nodes)
     shared = _SharedPaths(nnx.find_duplicates(model) if is_shared else ())
     modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
@@ -170,12 +174,12 @@ def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
         if layout is None:
             remove_output_handler(module)
         else:
-            set_output_handler(module, OutputLayout(layout, policy.batch_dim, path))
+            set_output_handler(module, OutputLayoutHandler(layout, policy.batch_dim, path))
     remove_output_handler(model)
     native = get_engine("jax").make_native_layout(Layout.replicated(policy.mesh, 0), 0).mesh
     if differs_from_ambient_mesh(native):
-        warn_about_axis_types(native)
-        set_output_handler(model, ModelMesh(native.abstract_mesh))
+        warn_of_different_axis_types(native)
+        set_output_handler(model, ModelMeshHandler(native.abstract_mesh))
 
 
 def list_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
@@ -186,7 +190,7 @@ def list_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
 def trace_outputs(model: nnx.Module, tracer: StepTracer) -> None:
     """Make each module report its calls to a tracer."""
     for path, module in list_layers(model):
-        set_output_handler(module, TracedOutput(tracer, path))
+        set_output_handler(module, OutputTracingHandler(tracer, path))
 
 
 @contextmanager

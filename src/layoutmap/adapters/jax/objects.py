@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     pass
 
 
-# `nnx.split` takes milliseconds, so split objects once and compare their identities (decisions/0186).
+# `nnx.split` takes milliseconds, so split objects once, and compare only identities in later calls (decisions/0186).
 class StepObjects:
     """Read and write the arrays of the nnx objects of one call. An array that several objects share is found once.
 
@@ -85,9 +85,8 @@ class StepObjects:
     def write_arrays(self, new_arrays: Mapping[int, object]) -> None:
         """Assign arrays, given by leaf position, to the Variables and attributes that contain them."""
         values: Iterable[tuple[int, object]] = new_arrays.items()
-        if self._values_tree.num_leaves != len(
-            self._holders
-        ):  # some Variable has several arrays, so assign whole values
+        # If a Variable has several arrays, assign its whole value instead of single arrays.
+        if self._values_tree.num_leaves != len(self._holders):
             leaves = jax.tree.leaves(self._read_values())
             for number, value in new_arrays.items():
                 leaves[number] = value
@@ -98,7 +97,7 @@ class StepObjects:
                 if is_checked:
                     self._slot.__set__(self._holders[number], value)
                 else:
-                    # `set_raw_value` checks the current trace. All Variables share it, so check only the first one.
+                    # `set_raw_value` checks the trace, which all Variables share, so call it only for the first one.
                     self._holders[number].set_raw_value(value)
                     is_checked = True
             return

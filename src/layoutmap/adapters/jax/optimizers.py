@@ -23,7 +23,7 @@ from layoutmap.engines.jax.padded import (
     pad_array,
     replace_by_logical_shapes,
     wrap_for_stored_arrays,
-    wrap_padded,
+    wrap_padded_array,
 )
 from layoutmap.engines.jax.programs import leave_program_context
 
@@ -120,7 +120,7 @@ def create_state(init: Callable[[object], object], params: object, layouts: Sequ
 
         made = jax.block_until_ready(jax.jit(run_and_pad, out_shardings=shardings)(*arguments))
         shapes = [leaf.shape for leaf in leaves]
-        return jax.tree.unflatten(tree, list(map(wrap_padded, made, shapes)))
+        return jax.tree.unflatten(tree, list(map(wrap_padded_array, made, shapes)))
 
 
 def _find_parameter_mesh(params: object) -> AbstractMesh | jax.sharding.Mesh:

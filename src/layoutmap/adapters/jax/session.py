@@ -71,7 +71,9 @@ class JaxSession:
         if self._context.plan_only:
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
             return self._finish_model(model, parts.rebuild_model(shapes))
-        return self._finish_model(model, parts.rebuild_model(self._materialize(assignments, arrays)))
+        return self._finish_model(
+            model, parts.rebuild_model(self._compute_or_relayout_arrays(assignments, arrays))
+        )
 
     def _finish_model(self, result: object, model: object) -> object:
         """Make a model apply activation rules, record its scope, and return it, in its `TrainState` if it has one."""
@@ -96,7 +98,7 @@ class JaxSession:
                     fix="shard the model before jax.jit, or create it with layout_map.build",
                 )
         assignments = self._assign_layouts(model, parts, arrays)
-        laid_out = replace_arrays(model, self._materialize(assignments, arrays))
+        laid_out = replace_arrays(model, self._compute_or_relayout_arrays(assignments, arrays))
         constrain_outputs(unwrap_model(laid_out), self._context.policy)
         self._record_context(laid_out)
         if isinstance(model, TrainState):
@@ -156,7 +158,9 @@ class JaxSession:
             return assignment
         return replace(assignment, layout=Layout.from_valid_specs(layout.sharding_specs, mesh, layout.memory))
 
-    def _materialize(self, assignments: Sequence[Assignment], arrays: Sequence[object]) -> list[object]:
+    def _compute_or_relayout_arrays(
+        self, assignments: Sequence[Assignment], arrays: Sequence[object]
+    ) -> list[object]:
         """Compute traced arrays in their layouts, and redistribute existing ones."""
         context = self._context
         todo = {

@@ -19,7 +19,7 @@ from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, ScopeError, shorten_repr
 from layoutmap.core.specs import BatchDim
-from layoutmap.engines.jax.padded import PaddedArray, Shape, unwrap_padded
+from layoutmap.engines.jax.padded import PaddedArray, Shape, unwrap_padded_array
 
 NUMBERS = (int, float, complex)
 
@@ -126,7 +126,7 @@ class StepOptions:
                     fix=f"call the function itself there: {self.name}.__wrapped__(...)",
                 )
             if len(path) == 1 and id(leaf) in constants:
-                self.refuse_leaf(variant.format_path(path), leaf)
+                self.raise_non_array_leaf_error(variant.format_path(path), leaf)
 
     def check_donations(self, call: StepCall, leaves: Sequence[object], donated: Sequence[bool] = ()) -> None:
         """Raise for deleted arrays and for donated arrays passed twice, because XLA would abort the process."""
@@ -155,7 +155,7 @@ class StepOptions:
                     "arguments: donate_argnums",
                 )
 
-    def refuse_leaf(self, name: str, leaf: object) -> NoReturn:
+    def raise_non_array_leaf_error(self, name: str, leaf: object) -> NoReturn:
         """Raise for a leaf that is not an array."""
         raise LayoutError(
             f"{self.name}: {name} is not an array",
@@ -217,7 +217,7 @@ class FlatArguments(NamedTuple):
     tree: Tree
     leaves: list[Any]
     objects: StepObjects | None
-    types: list[type] | None  # of the arguments, if they are neither static nor nnx objects
+    types: list[type] | None  # types of the arguments, or None if some are static or nnx objects
 
 
 @dataclass(slots=True, eq=False)
@@ -294,13 +294,15 @@ class ArgumentReader:
 
 def split_arguments(arguments: FlatArguments) -> StepCall:
     """Split a call's arguments into arrays and the part for which the step is compiled."""
-    others = {n: leaf for n, leaf in enumerate(arguments.leaves) if not hasattr(unwrap_padded(leaf), "aval")}
+    others = {
+        n: leaf for n, leaf in enumerate(arguments.leaves) if not hasattr(unwrap_padded_array(leaf), "aval")
+    }
     found = find_constant_leaves(arguments.tree, others)
     leaves = [leaf for n, leaf in enumerate(arguments.leaves) if n not in found]
     constants = tuple((n, type(value), value) for n, value in found.items())
     padded = tuple((n, leaf.shape) for n, leaf in enumerate(leaves) if type(leaf) is PaddedArray)
     variant = CallVariant(*arguments.head, arguments.tree, constants, padded)
-    return StepCall(variant, list(map(unwrap_padded, leaves)), arguments.objects)
+    return StepCall(variant, list(map(unwrap_padded_array, leaves)), arguments.objects)
 
 
 # A compiled program takes only arrays, so functions and text are part of its key instead (decisions/0186).

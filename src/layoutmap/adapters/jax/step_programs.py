@@ -53,7 +53,13 @@ from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_same_program
 from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_mesh
-from layoutmap.engines.jax.padded import Shape, compute_padded_shape, pad_array, unpad_array, unwrap_padded
+from layoutmap.engines.jax.padded import (
+    Shape,
+    compute_padded_shape,
+    pad_array,
+    unpad_array,
+    unwrap_padded_array,
+)
 from layoutmap.engines.jax.trees import move_to_memory
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -90,9 +96,9 @@ class StepProgram:
     object_leaves: Sequence[int]  # positions of leaves that are arrays of nnx objects
     values_tree: Tree  # tree of the arguments, or None if the program takes their leaves
     has_result_tree: bool = False
-    compiled: Any = None  # returns the results, or their leaves, and the new arrays of nnx objects
+    compiled: Any = None  # function; returns results, or their leaves, and new arrays of nnx objects
     result_shardings: tuple[Tree, object] = ((), None)
-    # shapes without padding of padded results, and of padded new arrays of nnx objects
+    # logical shapes, by position, of padded results and of padded new arrays of nnx objects
     logical_results: tuple[dict[int, Shape], dict[int, Shape]] = field(default_factory=lambda: ({}, {}))
     tree: Tree = None  # tree of the results, set by tracing
     constants: dict[int, object] = field(default_factory=dict[int, object])  # results that are not arrays
@@ -131,7 +137,7 @@ class KnownCall:
         self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
         self.variant, self.program, self.to_place = call.variant, program, to_place
         self.kind: type[jax.Array] = type(arrays[0]) if arrays else jax.Array
-        # `jax.jit` itself notices whether a call differs, but under the mesh of `jax.set_mesh` it would trace again.
+        # `jax.jit` notices a different call itself, but would trace again under a mesh of `jax.set_mesh`.
         has_mesh = not jax.sharding.get_abstract_mesh().empty
         self.is_jit_checked = program.values_tree is not None and bool(arrays) and not (to_place or has_mesh)
 
@@ -147,10 +153,12 @@ class KnownCall:
                 if _make_leaf_key(leaves[n], n in self._constants) != description:
                     return None
                 del arrays[n]
-                if hasattr(leaf := unwrap_padded(leaves[n]), "is_deleted"):
+                if hasattr(leaf := unwrap_padded_array(leaves[n]), "is_deleted"):
                     others.append(leaf)
             if self._constants or self.variant.padded:
-                leaves = [unwrap_padded(leaf) for n, leaf in enumerate(leaves) if n not in self._constants]
+                leaves = [
+                    unwrap_padded_array(leaf) for n, leaf in enumerate(leaves) if n not in self._constants
+                ]
         if not are_same_types(arrays, self._avals, self._shardings):
             return None
         if others:
@@ -165,7 +173,7 @@ def _make_leaf_key(leaf: Any, is_constant: bool) -> object:
     if is_constant:
         return type(leaf), leaf
     names = "shape", "dtype", "aval", "sharding"
-    value = unwrap_padded(leaf)
+    value = unwrap_padded_array(leaf)
     return type(leaf), getattr(leaf, "shape", None), *(getattr(value, name, None) for name in names)
 
 
@@ -211,7 +219,7 @@ class StepPrograms:
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
         for n, (leaf, sharding) in enumerate(zip(call.leaves, shardings, strict=True)):
             if not isinstance(leaf, types + NUMBERS):
-                self._options.refuse_leaf(names[n], leaf)
+                self._options.raise_non_array_leaf_error(names[n], leaf)
             if n in by_rule:
                 shardings[n], to_place[n] = by_rule[n], False
             elif not _is_on_mesh(sharding, native):

@@ -153,7 +153,7 @@ class JitStep:
         self._options = StepOptions(function, **options)
         self._reader = ArgumentReader(self._options.static)
         self._programs = StepPrograms(self._options)
-        self._known_calls: list[KnownCall] = []  # the latest first
+        self._known_calls: list[KnownCall] = []  # earlier calls, the latest first
         # the latest known call, if `jax.jit` itself notices that a new call differs from it
         self._direct_call: KnownCall | None = None
 
@@ -162,7 +162,7 @@ class JitStep:
         direct, read = self._direct_call, None
         if direct is not None:
             values = args
-            # Without static arguments, nnx objects, and keywords, the program takes the arguments unchanged.
+            # A call without keywords, static arguments, and nnx objects passes its arguments unchanged to the program.
             if kwargs or direct.types != [*map(type, args)]:
                 read = self._reader.read_values(args, kwargs)
                 values = read.values if read.head == direct.head else None
@@ -179,7 +179,7 @@ class JitStep:
         for known in self._known_calls:
             matched = known.match_arguments(arguments)
             if matched is not None:
-                # JAX takes longer to notice a different call than this loop, so leave only repeated calls to JAX.
+                # JAX takes longer than this loop to notice a different call, so let JAX compare only repeated calls.
                 self._direct_call = known if known.is_jit_checked and known is self._known_calls[0] else None
                 if known is not self._known_calls[0]:
                     self._known_calls = [known, *(each for each in self._known_calls if each is not known)]
@@ -266,7 +266,7 @@ class JitStep:
         }
         keys = list(map(self._make_program_key, self._programs.by_signature))
         changes = [describe_change(before, after) for before, after in pairwise(keys)]
-        # Import by name, because `cost` is a higher package.
+        # Import by name, because this package must not depend on the higher package `cost`.
         return import_module("layoutmap.cost.entry").explain_step(
             self._options.name, traced, names, paths, list(map(np.shape, call.leaves)), batches, mesh, changes
         )
@@ -289,7 +289,7 @@ class JitStep:
             leaves = [*leaves]
             for n, is_batch in known.to_place.items():
                 leaves[n] = place_leaf(leaves[n], program.shardings[n], is_batch)
-            if objects is not None:  # so that the next call finds the placed arrays on the mesh
+            if objects is not None:  # write the placed arrays back, so that the next call need not place them
                 placed = {at: leaves[n] for at, n in enumerate(program.object_leaves) if n in known.to_place}
                 objects.write_arrays(placed)
         if may_repeat:

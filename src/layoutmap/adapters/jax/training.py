@@ -150,12 +150,12 @@ class CompiledSteps:
             for leaf in self._parts.leaves
             if leaf.kind is Kind.WEIGHT and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
         ]
-        compiled = self._compile_unsharded if state.policy is None else jit_step
+        compiled = self._compile_for_one_device if state.policy is None else jit_step
         self._gradients = compiled(jax.value_and_grad(self._compute_loss, has_aux=True))
         self._update = compiled(self._compute_update)
         self._forward = compiled(self._compute_outputs)
 
-    def _compile_unsharded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile_for_one_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function for one device. It runs under a mesh of this device, with the dims of the layout map."""
         compiled = jax.jit(function)
 

@@ -56,7 +56,7 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
         """Return whether an object is a Keras layer or model."""
         return isinstance(model, keras.layers.Layer)
 
-    def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
+    def forbid_building_models(self, scope_library: str) -> AbstractContextManager[None]:
         """Raise for each Keras layer constructed in the block, because the scope is for a different library."""
         return install_hooks()
 

@@ -56,8 +56,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._manager = manager
         self._every_epochs = every_epochs
         self._data = data
-        self._states: dict[int, object] = {}  # the state of the data after each step's batch
-        self._num_before = 0  # trained batches of the current epoch before the run was resumed
+        self._states: dict[int, object] = {}  # state of the data after each step's batch, by step
+        self._num_before = 0  # number of batches of this epoch that were trained before the run was resumed
         self._is_new = False  # whether the last step has not been offered to the manager yet
 
     # Keras reads batches ahead of training, so record the data state after each batch (decisions/0081).

@@ -29,7 +29,7 @@ _MARK = "layoutmap"  # this HDF5 attribute marks files of sharded models
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
-# A copy can lose its layouts, so shard copies again, and warn of pickles and clones (decisions/0056).
+# A copy can lose its layouts, so shard deep copies again, and warn of pickles and clones (decisions/0056).
 def make_copy_wrappers(layer: Any, session: KerasSession) -> dict[str, Callable[..., object]]:
     """Return wrappers of a layer's methods that shard deep copies, and warn of pickles and clones without layouts."""
     own_deepcopy = getattr(layer, "__deepcopy__", None)
@@ -72,7 +72,7 @@ def wrap_save_own_variables(save: Callable[..., object], session: KerasSession) 
     def save_own_variables(store: Any) -> None:
         if isinstance(store, H5IOStore):
             store.h5_file.attrs[_MARK] = "saved from layouts"
-            session.load_watch.__enter__()  # the session closes it when it is deleted
+            session.load_watch.__enter__()  # closed when the session is deleted
         save(store)
 
     return save_own_variables

@@ -36,7 +36,7 @@ _FLOAT8 = (
 class Derivation:
     """The parent weight of a derived variable, and how its axes correspond to the parent's."""
 
-    parent: str  # name in the same layer, or the same name if the variable replaced its parent
+    parent: str  # name of the parent in the same layer; a variable that replaced its parent has the same name
     shape: tuple[int, ...]  # shape of the parent
     axes: Axes  # for each axis, the parent axes that are joined in it
 
@@ -90,7 +90,7 @@ def _get_own_variable(layer: object, name: str) -> Any:
     return value if isinstance(value, keras.Variable) else None
 
 
-def _derive_lora_factors(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
+def _iterate_lora_factors(layer: object, name: str, shape: tuple[int, ...]) -> _Derived:
     """Yield the LoRA factors of a weight with their derivations."""
     last = len(shape) - 1
     rest = tuple((axis,) for axis in range(last))
@@ -98,7 +98,7 @@ def _derive_lora_factors(layer: object, name: str, shape: tuple[int, ...]) -> _D
     yield _get_own_variable(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
 
 
-def _derive_quantized_variables(
+def _iterate_quantized_variables(
     layer: keras.Layer, name: str, shape: tuple[int, ...], table_axes: Axes, kept_axes: tuple[int, ...]
 ) -> _Derived:
     """Yield pairs of a variable and its derivation, for the quantized form of a weight and the form's scales."""
@@ -118,7 +118,7 @@ def _derive_quantized_variables(
         yield _get_own_variable(layer, row), Derivation(name, shape, (summed,))
 
 
-def _derive_float8_scales(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
+def _iterate_float8_scales(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
     """Yield the float8 scales of a kernel with their derivations."""
     if getattr(layer, "quantization_mode", None) == "float8":
         for name in _FLOAT8:
@@ -129,33 +129,33 @@ def _derive_float8_scales(layer: keras.Layer, shape: tuple[int, ...]) -> _Derive
             )
 
 
-def _derive_dense_variables(layer: keras.Layer) -> _Derived:
+def _iterate_derived_variables_of_dense(layer: keras.Layer) -> _Derived:
     """Yield the variables that a `Dense` layer derives from its kernel, with their derivations."""
     table, kernel = _get_own_variable(layer, "quantized_kernel"), _get_own_variable(layer, "_kernel")
     if table is None and kernel is None:  # the layer is being quantized, so its kernel is missing
         return
     shape = (kernel.shape[0] if table is None else table.shape[1], layer.units)
-    yield from _derive_lora_factors(layer, "kernel", shape)
-    yield from _derive_float8_scales(layer, shape)
+    yield from _iterate_lora_factors(layer, "kernel", shape)
+    yield from _iterate_float8_scales(layer, shape)
     as_table: Axes = ((1,), (0,)) if table is not None else ((0,), (1,))
-    yield from _derive_quantized_variables(layer, "kernel", shape, as_table, (1,))
+    yield from _iterate_quantized_variables(layer, "kernel", shape, as_table, (1,))
 
 
-def _derive_einsum_dense_variables(layer: keras.Layer) -> _Derived:
+def _iterate_derived_variables_of_einsum_dense(layer: keras.Layer) -> _Derived:
     """Yield the variables that an `EinsumDense` layer derives from its kernel, with their derivations."""
     kernel = _get_own_variable(layer, "_kernel")
     shape = getattr(layer, "original_kernel_shape", None) or (None if kernel is None else kernel.shape)
     if shape is None:
         return
     shape = tuple(shape)
-    yield from _derive_lora_factors(layer, "kernel", shape)
-    yield from _derive_float8_scales(layer, shape)
+    yield from _iterate_lora_factors(layer, "kernel", shape)
+    yield from _iterate_float8_scales(layer, shape)
     mode = getattr(layer, "quantization_mode", None)
     if mode in ("gptq", "awq"):
         # Like Keras, take a kernel of rank 3 to have two output axes if its first axis is the largest, else one.
         split = 1 if len(shape) == 2 or shape.index(max(shape)) == 0 else 2
         rows, columns = tuple(range(split)), tuple(range(split, len(shape)))
-        yield from _derive_quantized_variables(layer, "kernel", shape, (columns, rows), columns)
+        yield from _iterate_quantized_variables(layer, "kernel", shape, (columns, rows), columns)
     elif mode in ("int8", "int4"):
         # Give each kernel axis a different prime size, so that the sizes of the scale tell which axes it has.
         sizes = _PRIMES[: len(shape)]
@@ -165,31 +165,34 @@ def _derive_einsum_dense_variables(layer: keras.Layer) -> _Derived:
         if mode == "int8":
             yield _get_own_variable(layer, "kernel_scale"), Derivation("kernel", shape, axes)
         else:
-            yield from _derive_quantized_variables(layer, "kernel", shape, (rows, columns), columns)
+            yield from _iterate_quantized_variables(layer, "kernel", shape, (rows, columns), columns)
 
 
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
 
-def _derive_convolution_variables(layer: keras.Layer) -> _Derived:
+def _iterate_derived_variables_of_convolution(layer: keras.Layer) -> _Derived:
     """Yield the LoRA factors of a convolution's kernel, with their derivations."""
     kernel = _get_own_variable(layer, "_kernel")
     if kernel is not None:
-        yield from _derive_lora_factors(layer, "kernel", tuple(kernel.shape))
+        yield from _iterate_lora_factors(layer, "kernel", tuple(kernel.shape))
 
 
-def _derive_embedding_variables(layer: keras.Layer) -> _Derived:
+def _iterate_derived_variables_of_embedding(layer: keras.Layer) -> _Derived:
     """Yield the variables that an `Embedding` derives from its tables, with their derivations."""
     shape = (layer.input_dim, layer.output_dim)
-    yield from _derive_lora_factors(layer, "embeddings", shape)
-    yield from _derive_quantized_variables(layer, "embeddings", shape, ((0,), (1,)), (0,))
+    yield from _iterate_lora_factors(layer, "embeddings", shape)
+    yield from _iterate_quantized_variables(layer, "embeddings", shape, ((0,), (1,)), (0,))
     if isinstance(layer, keras.layers.ReversibleEmbedding) and not layer.tie_weights:
-        yield from _derive_quantized_variables(layer, "reverse_embeddings", shape[::-1], ((0,), (1,)), (1,))
+        yield from _iterate_quantized_variables(layer, "reverse_embeddings", shape[::-1], ((0,), (1,)), (1,))
 
 
 _DERIVE_FUNCTIONS: Sequence[tuple[Any, Callable[..., _Derived]]] = (
-    (keras.layers.Dense, _derive_dense_variables),
-    (keras.layers.EinsumDense, _derive_einsum_dense_variables),
-    (keras.layers.Embedding, _derive_embedding_variables),
-    ((keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D), _derive_convolution_variables),
+    (keras.layers.Dense, _iterate_derived_variables_of_dense),
+    (keras.layers.EinsumDense, _iterate_derived_variables_of_einsum_dense),
+    (keras.layers.Embedding, _iterate_derived_variables_of_embedding),
+    (
+        (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D),
+        _iterate_derived_variables_of_convolution,
+    ),
 )

@@ -61,7 +61,7 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
     ]
     trained = list({id(variable): variable for variable in trained}.values())
     by_name = dict(zip(map(id, unknown), find_slot_weights(unknown, trained), strict=True))
-    taken_paths: dict[str, set[str]] = {}  # the slot paths that are used in each model
+    taken_paths: dict[str, set[str]] = {}  # slot paths that are already used, by model
     for variable in known:
         if id(variable) in by_variable or is_global_seed_variable(variable):
             continue

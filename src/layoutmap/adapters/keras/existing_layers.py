@@ -11,7 +11,7 @@ from layoutmap.adapters.keras.paths import iterate_sublayers
 from layoutmap.core.errors import ScopeError
 
 
-# A plan would leave variables of existing objects without values, so refuse them (decisions/0027).
+# A plan leaves new variables without values, so raise if an existing object would create some (decisions/0027).
 def make_existing_object_error(layer_or_optimizer: Any, plan_only: bool) -> ScopeError:
     """Return the error for an existing layer or optimizer that would create variables in a scope."""
     kinds = {keras.Optimizer: "optimizer", keras.Model: "model"}

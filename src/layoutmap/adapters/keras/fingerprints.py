@@ -51,10 +51,10 @@ def _describe_object_settings(prefix: str, keras_object: Any) -> Iterator[NamedT
     except Exception:  # a custom layer may have no config, so leave out its settings
         return
     for key, value in config.items():
-        # The config of a function has its file and line, which may differ, so use the function.
+        # The config of a function has its file and line, which may differ by process, so describe the function.
         own = getattr(keras_object, key, None)
         if callable(own) and isinstance(value, dict):
             yield f"{prefix}{key}", describe_function(own)
-        # The processes compare seeds separately, so leave them out.
+        # The processes compare seeds separately, so leave seeds out of the description.
         elif key not in ("name", "seed") and not isinstance(value, (dict, list)):
             yield f"{prefix}{key}", describe_value(value)

@@ -35,9 +35,8 @@ def is_host_array(value: object) -> bool:
     if isinstance(value, (np.generic, keras.Variable, keras.KerasTensor)) or keras.ops.is_tensor(value):
         return False
     like_an_array = all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
-    return like_an_array and not hasattr(
-        value, "__dlpack__"
-    )  # tensors of frameworks have it, so exclude them
+    # Tensors of frameworks look like host arrays, so exclude them by their method `__dlpack__`.
+    return like_an_array and not hasattr(value, "__dlpack__")
 
 
 def shard_host_array(assignment: Assignment, value: Any) -> object:
@@ -51,7 +50,7 @@ def shard_host_array(assignment: Assignment, value: Any) -> object:
 
 def shard_host_assignments(variable: object, assignment: Assignment) -> None:
     """Make a variable take host arrays shard by shard when they are assigned, even after the scope."""
-    # Keras has no hook for this, so set the method on the instance. A copy of the variable gets its own.
+    # Keras has no hook for converting values, so set the method on the instance. A copy of the variable gets its own.
     variable.__dict__["_convert_to_tensor"] = functools.partial(_convert_value, variable, assignment)
 
 

@@ -45,10 +45,12 @@ class Materializer:
         if can_draw_seeds(variable._initializer) and not is_seed_state(variable):
             self._undrawn.append(weakref.ref(variable))
 
-    def draw_earlier_seeds(self, variable: object, initialize_now: Callable[[keras.Variable], None]) -> None:
+    def draw_earlier_seeds(
+        self, variable: object, initialize_pending_variable: Callable[[keras.Variable], None]
+    ) -> None:
         """Draw the seeds of variables created before `variable`, or of all for None, as unsharded Keras would.
 
-        Does nothing if the variable does not draw. `initialize_now` gives a variable its value at once.
+        Does nothing if the variable does not draw. `initialize_pending_variable` gives a variable its value at once.
         """
         if self._session.thread_state.is_running_initializers:
             return
@@ -61,13 +63,15 @@ class Materializer:
                 with self._mark_initializing():
                     first._initializer = copy_with_fixed_seed(first._initializer, self._unshard_seed)
             else:
-                initialize_now(first)
+                initialize_pending_variable(first)
 
-    def draw_seeds_in_creation_order(self, initialize_now: Callable[[keras.Variable], None]) -> None:
+    def draw_seeds_in_creation_order(
+        self, initialize_pending_variable: Callable[[keras.Variable], None]
+    ) -> None:
         """Draw all pending seeds in order if custom initializers may draw from the same generators as Keras's."""
         waiting = [v for ref in self._undrawn if (v := ref()) is not None and is_pending(v)]
         if len({has_seed_generator(v._initializer) for v in waiting}) > 1:
-            self.draw_earlier_seeds(None, initialize_now)
+            self.draw_earlier_seeds(None, initialize_pending_variable)
         self._undrawn.clear()
 
     def initialize_variables(self, pairs: Sequence[tuple[DescribedVariable, Assignment]]) -> None:
@@ -78,7 +82,7 @@ class Materializer:
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(pairs)}
         with self._mark_initializing():
             initializers = {key: self._convert_initializer(v) for key, (v, _) in keyed.items()}
-            # A draw gives the generator's state its value, so leave out states that have a value now.
+            # Converting draws seeds, which gives generators' states their values, so leave these states out.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
             arrays = self._session.context.create_arrays(
                 {key: a for key, (_, a) in keyed.items()}, initializers

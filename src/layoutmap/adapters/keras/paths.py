@@ -30,7 +30,7 @@ _MOST_ALIASES = 16
 SESSION = "_layoutmap_session"
 """The attribute in which a layer, optimizer, or pending variable stores the session of its scope."""
 
-# What these internal attributes of Keras and of this library contain is also in public ones, so skip them.
+# Objects in these internal attributes of Keras and layoutmap are also in public attributes, so skip these attributes.
 _BOOKKEEPING = frozenset(
     (
         SESSION,

@@ -34,7 +34,7 @@ class _PendingVariable:
     def value(self) -> object:
         if in_stateless_scope():
             return super().value  # type: ignore[misc]
-        getattr(self, SESSION).initialize_now(self)
+        getattr(self, SESSION).initialize_pending_variable(self)
         if is_pending(self):  # a plan gives it no value, so return zeros
             return self._maybe_autocast(keras.ops.broadcast_to(keras.ops.zeros((), self._dtype), self.shape))
         return self.value  # the property of the original class, which the variable now has again
@@ -48,7 +48,7 @@ class _PendingVariable:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> object:
         if in_stateless_scope():
             return super().__array__(dtype)  # type: ignore[misc]
-        getattr(self, SESSION).initialize_now(self)
+        getattr(self, SESSION).initialize_pending_variable(self)
         if is_pending(self):  # a plan gives it no value, so return zeros
             own = getattr(ml_dtypes, self._dtype, self._dtype)
             return np.broadcast_to(np.zeros((), dtype or own), self.shape)

@@ -43,9 +43,9 @@ import numpy as np
 
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.engines.patches import ClosingContext
-from layoutmap.engines.tested import ImportGuard, make_unsupported_error, warn_if_untested
+from layoutmap.engines.tested import ImportErrorConverter, make_unsupported_error, warn_if_untested
 
-with ImportGuard("keras", ScopeError):
+with ImportErrorConverter("keras", ScopeError):
     from keras.src.backend.common import global_state as keras_state
     from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
     from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -115,7 +115,7 @@ def check_private_names(more_names: NamesByOwner = ()) -> None:
         if not any(name in vars(each) for each in _list_bases(owner))
     ]
     for owner, names in ATTRIBUTES:
-        used = {name for each in _list_bases(owner) for name in _list_names_in_methods(each)}
+        used = {name for each in _list_bases(owner) for name in _iterate_names_in_methods(each)}
         missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
     if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
         missing.append(_PENDING_LIST)
@@ -142,7 +142,7 @@ def _list_bases(owner: object) -> list[Any]:
     return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
 
-def _list_names_in_methods(owner: type) -> Iterator[str]:
+def _iterate_names_in_methods(owner: type) -> Iterator[str]:
     """Yield the names that a class's original methods use, even if another library replaced a method."""
     for name, method in list(vars(owner).items()):
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
@@ -233,7 +233,7 @@ class _CallAfterStatelessScope:
         try:
             self.function()
         except BaseException:
-            # Keras clears the list only on success, so remove this library's entries.
+            # Keras clears its list of pending objects only on success, so remove this library's objects.
             left = [
                 v
                 for v in global_state.get_global_attribute(_PENDING_LIST)

@@ -36,21 +36,22 @@ WrappedMethods = Mapping[str, Callable[..., object]]  # wrappers that replace me
 class ThreadState(threading.local):
     """Hold the state of a scope's models on one thread."""
 
-    opening_depth: int = 0  # frames on the thread when the scope was opened (`count_user_frames`)
+    opening_depth: int = 0  # number of frames on the thread when the scope was opened (`count_user_frames`)
     call_depth: int = 0  # number of running calls of layers or steps
-    is_running_initializers: bool = False  # so that seeds drawn by them trigger no earlier draws
+    is_running_initializers: bool = False  # whether initializers run; their seeds then trigger no other draws
     is_exporting: bool = False  # whether a model is being exported, so that it computes on one device
     # Maps a weight's layout to the one in which the called layer reads it. None: the usual layout.
     to_reading_layout: Callable[[Layout], Layout] | None = None
     gathering_level: int = 0  # level of gathering of the running function, see `GatheringLevel`
-    has_replicated_inputs: bool = False  # of the outermost call: its gradients are then not partial
+    # Whether the inputs of the outermost call are replicated, so that its gradients are not partial sums.
+    has_replicated_inputs: bool = False
     has_whole_batch: bool = False  # whether each process passes the whole batch to a step, not its own rows
     model_in_step: object = None  # model with a running step
     # Descriptions of shapes that differ, by path, while a file is compared with a model before loading.
     shape_mismatches: dict[str, str] | None = None
 
 
-# This is a protocol, because the module of `Session` imports the modules that take a session.
+# The module of `Session` imports modules that take a session, so this protocol prevents circular imports.
 class KerasSession(Protocol):
     """The part of a scope's `Session` that wrapped methods and backends use."""
 
@@ -59,7 +60,7 @@ class KerasSession(Protocol):
     backend: Backend
     thread_state: ThreadState
     registry: Registry  # layers, optimizers, and variables of the scope
-    # Models outside all scopes that contain layers of this scope. They are checked once, so they are kept here.
+    # Models that were created outside all scopes, contain layers of this scope, and have been checked already.
     checked_outer_models: weakref.WeakSet[object]
     load_watch: ClosingContext  # entered when a model is saved to a file; see `copies.make_load_watch`
     gathering_level: int  # the gathering level that the backend needs so far, see `GatheringLevel`
@@ -82,7 +83,7 @@ class KerasSession(Protocol):
         """Assign layouts to pending variables before their values are assigned one by one from a file."""
         ...
 
-    def unwrap_unused_optimizer(self, optimizer: object) -> None:
+    def restore_optimizer_if_unused(self, optimizer: object) -> None:
         """Restore the methods of an optimizer, unless a model of the scope still uses it."""
         ...
 
@@ -110,8 +111,8 @@ class Backend(ABC):
     methods_disabled_in_scope: ClassVar[Sequence[tuple[object, str]]] = ()
     # Whether a compiler chooses the layouts of activations that no rule matches.
     compiler_chooses_layouts: ClassVar[bool] = False
-    # Steps that raise for a model that was created outside the scope of some layers. True: only if both sharded and
-    # unsharded layers are trained.
+    # Names of steps that raise for a model that was created outside the scope of some of its layers. The value is true
+    # if they raise only when both sharded and unsharded layers are trained.
     single_scope_steps: ClassVar[Mapping[str, bool]] = MappingProxyType({})
     # Returns the value of a variable in its Keras element type.
     read_value: Callable[[keras.Variable], object] = staticmethod(operator.attrgetter("value"))

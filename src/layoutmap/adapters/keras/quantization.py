@@ -27,7 +27,7 @@ def restore_layer_on_plan_error(layer: keras.Layer, session: KerasSession) -> Ge
         yield
     except PlanError:
         for state in before:
-            for variable in state.undo_changes():
+            for variable in state.restore_layer():
                 session.registry.remove_variable(variable)
         session.materialize_variables()  # plan again with the restored variables
         raise
@@ -42,7 +42,7 @@ class _LayerState:
         self._stores = [(s, list(s)) for s in (layer._trainable_variables, layer._non_trainable_variables)]
         self._trained = [(v, v.trainable) for _, variables in self._stores for v in variables]
 
-    def undo_changes(self) -> list[keras.Variable]:
+    def restore_layer(self) -> list[keras.Variable]:
         """Undo the changes to the layer, and return the variables that it had gained."""
         layer, now = self._layer, dict(self._layer.__dict__)
         old = {id(variable) for variable, _ in self._trained}

@@ -32,8 +32,8 @@ class Registry:
         self.version = 0
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[object]] = []
-        self._records: dict[int, _VariableRecord] = {}  # by the variable's id, in order of creation
-        self._tagged: dict[int, _VariableRecord] = {}  # by id of the tag
+        self._records: dict[int, _VariableRecord] = {}  # records by the variable's id, in order of creation
+        self._tagged: dict[int, _VariableRecord] = {}  # records by the id of the variable's tag
 
     # -- layers and optimizers
 
@@ -58,7 +58,7 @@ class Registry:
         """Return the layers that still exist."""
         self._layers = [ref for ref in self._layers if ref() is not None]
         layers = [layer for ref in self._layers if (layer := ref()) is not None]
-        # For a subclass of a Functional model, Keras creates an object without __init__, so leave it out.
+        # For a subclass of a Functional model, Keras creates a first object without `__init__`, which is no layer.
         return [layer for layer in layers if hasattr(layer, "built")]
 
     def list_optimizers(self) -> list[Any]:
@@ -110,7 +110,7 @@ class Registry:
         self._tagged.pop(id(record.tag), None)
         record.tag = tag
         self._tagged[id(tag)] = record
-        record.layout = layout  # last, so that the variable gets its layout again after an interrupt
+        record.layout = layout  # set last, so that after an interrupt the variable gets its layout again
 
     def get_layout(self, variable: object) -> Layout | None:
         """Return the layout that was recorded for a variable, or None if it has no layout yet."""

@@ -37,7 +37,7 @@ def find_weight_uses(layers: Iterable[object]) -> dict[int, Use]:
     }
     found: dict[int, Use] = {}
     for layer in layers:
-        for attribute, roles in _list_weight_roles(layer):
+        for attribute, roles in _iterate_weight_roles(layer):
             variable = getattr(layer, attribute, None)
             if isinstance(variable, keras.Variable) and len(variable.shape) == len(roles):
                 found.setdefault(id(variable), Use(roles, head_sizes.get(id(layer))))
@@ -50,13 +50,13 @@ def _find_head_size(layer: object) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _list_weight_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _iterate_weight_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the attributes of a layer's weights, and the roles of each weight's axes."""
     if isinstance(layer, keras.layers.Dense):
         yield "_kernel", ("in.0", "out.0")
         yield "bias", ("out.0",)
     elif isinstance(layer, keras.layers.EinsumDense):
-        yield from _list_einsum_roles(layer.equation, layer.bias_axes or "")
+        yield from _iterate_einsum_roles(layer.equation, layer.bias_axes or "")
     elif isinstance(layer, _CONVOLUTIONS):
         yield "_kernel", (*("",) * layer.rank, "in.0", "out.0")
         yield "bias", ("out.0",)
@@ -65,7 +65,7 @@ def _list_weight_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "reverse_embeddings", ("in.0", "rows")
 
 
-def _list_einsum_roles(equation: str, bias_axes: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _iterate_einsum_roles(equation: str, bias_axes: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the attributes of an `EinsumDense` layer's weights, and the roles of their axes in its equation."""
     operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")

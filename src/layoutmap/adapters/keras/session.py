@@ -84,7 +84,7 @@ class Session(KerasSession):
         self._path_lookup = PathLookup(self.registry)
         self._planned_ahead = RegistryCache[Assignment](self.registry)
         self._outputs = RegistryCache[tuple[str, Layout | None]](self.registry)
-        self._kept: set[int] = set()  # ids of objects outside models that the last garbage collection left
+        self._kept: set[int] = set()  # ids of objects outside models that garbage collection did not free
         self._is_materializing = False
         self._failed = False
         self._names_before = private.count_generated_names()
@@ -157,13 +157,13 @@ class Session(KerasSession):
     def draw_earlier_seeds(self, variable: object = None) -> None:
         """Draw the seeds of variables created before `variable`, or of all for None, as unsharded Keras would."""
         with self.lock, self._leave_tracing():
-            self._materializer.draw_earlier_seeds(variable, self.initialize_now)
+            self._materializer.draw_earlier_seeds(variable, self.initialize_pending_variable)
 
     def record_optimizer(self, optimizer: object) -> None:
         """Wrap an optimizer that is being constructed in this scope."""
         wrap_optimizer(optimizer, self)
 
-    def unwrap_unused_optimizer(self, optimizer: object) -> None:
+    def restore_optimizer_if_unused(self, optimizer: object) -> None:
         """Restore the methods of an optimizer, unless a model of the scope still uses it."""
         if not any(getattr(layer, "optimizer", None) is optimizer for layer in self.registry.list_layers()):
             unwrap_optimizer(optimizer)
@@ -250,7 +250,7 @@ class Session(KerasSession):
         self._version_planned = self.registry.version
         if self.context.plan_only:
             return
-        self._materializer.draw_seeds_in_creation_order(self.initialize_now)
+        self._materializer.draw_seeds_in_creation_order(self.initialize_pending_variable)
         pairs = list(zip(entries, assignments, strict=True))
         self._materializer.initialize_variables([(e, a) for e, a in pairs if is_pending(e.variable)])
         if self.context.spans_processes:
@@ -328,7 +328,7 @@ class Session(KerasSession):
     def _is_scope_open(self) -> bool:
         return is_session_active(self)
 
-    def initialize_now(self, variable: object) -> None:
+    def initialize_pending_variable(self, variable: object) -> None:
         """Compute the value of a pending variable that is being read.
 
         Inside the scope, only this variable is initialized, and in a plan it stays pending. After the scope, variables

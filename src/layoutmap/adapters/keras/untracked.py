@@ -31,14 +31,14 @@ _NOT_SEARCHED = (
     MethodType,
     keras.layers.Layer,
     keras.Metric,
-    # Rules for a weight would match the paths of variables in its initializer, so leave them out.
+    # Rules for a weight would match the paths of variables in its initializer, so leave initializers out.
     keras.initializers.Initializer,
     keras.optimizers.Optimizer,
     keras.KerasTensor,
 )
 
 
-# Python may free cycles at any time, so the session collects garbage if this function finds ids (decisions/0005).
+# Python frees cycles at arbitrary times, so if this function finds ids, the session collects garbage (decisions/0005).
 def find_ids_outside_models(registry: Registry) -> set[int]:
     """Return ids of possible garbage: variables and optimizers outside models, and root layers if several exist."""
     layers = registry.list_layers()

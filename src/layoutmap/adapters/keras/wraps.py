@@ -99,7 +99,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
             optimizer, {**wrappers, **session.backend.make_optimizer_wrappers(optimizer, session)}
         )
         session.registry.add_optimizer(optimizer)
-    # The inner optimizer updates the outer one's variables, so wrap it, too.
+    # The inner optimizer updates the variables of the outer one, so wrap the inner one, too.
     if inner is not None and _claim_for_scope(inner, session):
         wrappers = {"load_own_variables": wrap_load_own_variables(inner, session)}
         _replace_methods(inner, {**wrappers, **session.backend.make_optimizer_wrappers(inner, session)})
@@ -223,7 +223,7 @@ def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
             result = original(*args, **kwargs)
             optimizer = getattr(model, "optimizer", None)
             if before is not None and before is not optimizer:
-                session.unwrap_unused_optimizer(before)
+                session.restore_optimizer_if_unused(before)
             if optimizer is not None:
                 wrap_optimizer(optimizer, session)
         return result

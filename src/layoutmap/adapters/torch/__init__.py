@@ -26,7 +26,7 @@ from layoutmap.adapters.torch.checkpoints import (
 )
 from layoutmap.adapters.torch.forward import find_forward, is_valueless
 from layoutmap.adapters.torch.options import TorchOptions
-from layoutmap.adapters.torch.paths import is_keras_module, list_model_tensors, unwrap_compiled
+from layoutmap.adapters.torch.paths import is_keras_module, list_model_tensors, unwrap_compiled_module
 from layoutmap.adapters.torch.session import TorchSession, iterate_entries
 from layoutmap.adapters.torch.training import (
     MakeOptimizer,
@@ -78,7 +78,7 @@ class TorchAdapter(Adapter):
         """Return whether an object is a torch module, and not a Keras layer with the torch backend."""
         return isinstance(model, torch.nn.Module) and not is_keras_module(model)
 
-    def refuse_models(self, scope_library: str) -> AbstractContextManager[None]:
+    def forbid_building_models(self, scope_library: str) -> AbstractContextManager[None]:
         """Return a context in which building a torch module raises. The scope is for `scope_library` models."""
         return module_hooks.install_creation_hooks()
 
@@ -144,7 +144,7 @@ class TorchAdapter(Adapter):
 
     def describe_variables(self, model: Any, optimizer: Any = None) -> list[StoredVariable]:
         """Return the tensors of a model and the slots of its optimizer, described as in a plan."""
-        entries = iterate_entries([unwrap_compiled(model)])
+        entries = iterate_entries([unwrap_compiled_module(model)])
         found = [StoredVariable(entry.spec, entry.source.tensor) for entry in entries]
         return found + list_optimizer_slots(found, optimizer or get_training(model).optimizer)
 
@@ -220,7 +220,7 @@ class TorchAdapter(Adapter):
 
     def list_checkpoint_names(self, model: Any) -> list[tuple[str, list[tuple[str, str]]]]:
         """Return the names and axes of a model's variables in its Hugging Face checkpoint."""
-        return list_checkpoint_names(unwrap_compiled(model), self.list_stored_variables(model))
+        return list_checkpoint_names(unwrap_compiled_module(model), self.list_stored_variables(model))
 
     def make_host_array(self, values: NumpyArray) -> torch.Tensor:
         """Return a tensor on the host with the memory of a numpy array."""

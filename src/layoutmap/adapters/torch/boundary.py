@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops import extract_first_rank, refuse_shard
+from layoutmap.engines.torch.dtensor_ops import check_value_is_no_shard, extract_first_rank
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import (
+    gather_if_sharded,
     redistribute_if_needed,
-    reduce_partial,
+    reduce_if_partial,
     replicate_tensor,
-    to_unsharded,
 )
 from layoutmap.engines.torch.specs import get_local
 from layoutmap.engines.torch.storages import get_storage_key
@@ -64,13 +64,13 @@ def shard_inputs(values: object, context: ScopeContext) -> Any:
     def shard_tensor(tensor: torch.Tensor) -> object:
         if isinstance(tensor, DTensor):
             return tensor
-        refuse_shard("an input", tensor)
+        check_value_is_no_shard("an input", tensor)
         tensor = extract_first_rank(tensor)
         layout = context.policy.derive_batch_layout(tuple(tensor.shape))
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
         mesh, placements = context.engine.make_native_layout(layout, tensor.ndim)
-        # engine.relayout does not support double backward, so convert inputs that require gradients differently.
+        # `engine.relayout` does not support double backward, so redistribute inputs that require gradients.
         replicated = skip_function_modes(replicate_tensor)(tensor, mesh)
         return skip_function_modes(redistribute_if_needed)(replicated, placements)
 
@@ -79,12 +79,12 @@ def shard_inputs(values: object, context: ScopeContext) -> Any:
 
 def unshard_tensors(values: object) -> Any:
     """Return nested values with each DTensor replaced by its unsharded tensor, which is the same in all processes."""
-    return map_tensors(lambda tensor: _apply_on_mesh(to_unsharded, tensor), values)
+    return map_tensors(lambda tensor: _apply_on_mesh(gather_if_sharded, tensor), values)
 
 
 def reduce_partial_sums(values: object) -> object:
     """Return nested values in which no DTensor is a partial sum, so that programs read complete values."""
-    return map_tensors(lambda tensor: _apply_on_mesh(reduce_partial, tensor), values)
+    return map_tensors(lambda tensor: _apply_on_mesh(reduce_if_partial, tensor), values)
 
 
 def _apply_on_mesh(function: Function, tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _apply_on_mesh(function: Function, tensor: torch.Tensor) -> torch.Tensor:
     Of a simulated local tensor, return the first rank's tensor. Raise for a shard.
     """
     if not isinstance(tensor, DTensor):
-        refuse_shard("an output", tensor)
+        check_value_is_no_shard("an output", tensor)
         return extract_first_rank(tensor)
     with simulation.simulate_mesh(tensor.device_mesh):
         return function(tensor)

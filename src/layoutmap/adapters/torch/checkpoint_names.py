@@ -113,8 +113,8 @@ class _ContiguousAsView(TorchDispatchMode):
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **kwargs or {})
 
 
-# Views only move values, so their strides give a name table that is exact in both directions and
-# by blocks (decisions/0245).
+# A view only moves values, so a name table that is made from its strides is exact. It works in both directions, and
+# block by block (decisions/0245).
 def _find_axes(part: torch.Tensor, whole: torch.Tensor) -> str | None:
     """Return how the axes of a view relate to those of a contiguous tensor, or `None` if they do not.
 

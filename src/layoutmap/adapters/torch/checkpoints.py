@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
 from layoutmap.adapters.torch.optimizer_hooks import derive_slot_layout
-from layoutmap.adapters.torch.paths import ModelTensor, list_model_tensors, unwrap_compiled
+from layoutmap.adapters.torch.paths import ModelTensor, list_model_tensors, unwrap_compiled_module
 from layoutmap.adapters.torch.tensor_classes import (
     find_local_class,
     find_stored_dtype,
@@ -53,7 +53,7 @@ def list_stored_variables(
     tensors = [StoredVariable(_make_tensor_spec(each), each.tensor) for each in model_tensors]
     if optimizer is None:
         return tensors
-    parameters = _find_optimizer_parameters(_list_named_tensors(model_tensors), optimizer)
+    parameters = _find_optimizer_parameters(_iterate_named_tensors(model_tensors), optimizer)
     settings = None if saved is None else saved.settings.get("optimizer")
     if settings:
         assert saved is not None
@@ -107,7 +107,7 @@ def restore_tensors(
     """Assign new values to tensors and slots by path, and create slots that the optimizer lacks."""
     saved = list(_iterate_saved_tensors(model))
     tensors = {each.path: each.tensor for each in saved}
-    named = _list_named_tensors(saved)
+    named = _iterate_named_tensors(saved)
     parameters = {} if optimizer is None else _find_optimizer_parameters(named, optimizer)
     with torch.no_grad():
         for path, array in arrays:
@@ -133,7 +133,7 @@ def read_optimizer_settings(
     """Return an optimizer's groups and state except parameters and tensor slots, or None without an optimizer."""
     if optimizer is None:
         return None
-    parameters = _find_optimizer_parameters(_list_named_tensors(_iterate_saved_tensors(model)), optimizer)
+    parameters = _find_optimizer_parameters(_iterate_named_tensors(_iterate_saved_tensors(model)), optimizer)
     paths = {id(parameter): path for path, parameter in parameters.items()}
     groups = [
         {name: _convert_to_numpy(value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
@@ -146,7 +146,7 @@ def read_optimizer_settings(
         if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             other[key] = _convert_to_numpy(values)
         else:
-            state[paths[id(key)]] = {  # use paths, because ids and order differ when it is loaded
+            state[paths[id(key)]] = {  # use paths, because ids and order differ when the state is loaded
                 name: _convert_to_numpy(value)
                 for name, value in values.items()
                 if not isinstance(value, torch.Tensor)
@@ -161,7 +161,7 @@ def restore_optimizer_settings(
     override: Mapping[str, object],
 ) -> None:
     """Restore the result of `read_optimizer_settings`. Values in `override` replace saved settings."""
-    parameters = _find_optimizer_parameters(_list_named_tensors(_iterate_saved_tensors(model)), optimizer)
+    parameters = _find_optimizer_parameters(_iterate_named_tensors(_iterate_saved_tensors(model)), optimizer)
     for group, group_index in zip(
         optimizer.param_groups, _match_saved_groups(optimizer, parameters, settings), strict=True
     ):
@@ -271,12 +271,12 @@ def _check_required_slots(settings: Mapping[str, Any], saved: SavedOptimizer) ->
 
 def _iterate_saved_tensors(model: torch.nn.Module) -> Iterator[ModelTensor]:
     """Yield the parameters and persistent buffers of a model."""
-    for each in list_model_tensors(unwrap_compiled(model)):
+    for each in list_model_tensors(unwrap_compiled_module(model)):
         if not all(at.name in at.module._non_persistent_buffers_set for at in each.attributes):  # pyright: ignore[reportPrivateUsage]
             yield each
 
 
-def _list_named_tensors(model_tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_named_tensors(model_tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((each.path, each.tensor) for each in model_tensors)
 
 
@@ -386,7 +386,7 @@ def _convert_leaf_to_numpy(value: object) -> object:
     """Return a tensor as a numpy array, and any other value unchanged. Raise for a sharded tensor."""
     if isinstance(value, DTensor):
         layout = get_engine("torch").get_layout(value)
-        # LBFGS stores lists of gradients and directions, which may be replicated DTensors.
+        # LBFGS stores lists of gradients, which may be replicated DTensors: any shard is the whole tensor.
         if layout is not None and layout.is_fully_replicated():
             return next(get_engine("torch").iterate_shards(value))[1]
         raise CheckpointError(

@@ -40,16 +40,16 @@ from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
-from layoutmap.engines.torch.dtensor_ops import has_shard, refuse_shard
+from layoutmap.engines.torch.dtensor_ops import check_value_is_no_shard, has_shard
 from layoutmap.engines.torch.modes import leave_function_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import replace_partial
+from layoutmap.engines.torch.placing import replace_partial_placements
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, make_dtensor, replace_placements
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves
 
 
-def require_compilable(subject: str = "a model", *, is_dynamic: bool) -> None:
+def check_can_be_compiled(subject: str = "a model", *, is_dynamic: bool) -> None:
     """Raise if devices are simulated, because a compiled graph is for one device, or if shapes would be dynamic.
 
     Args:
@@ -93,7 +93,7 @@ def make_compiler_from_options(options: Mapping[str, Any]) -> Compiler:
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
     """
-    require_compilable(is_dynamic=bool(options.get("dynamic")))
+    check_can_be_compiled(is_dynamic=bool(options.get("dynamic")))
     key = tuple((name, id(value)) for name, value in options.items())
     used = {**options, "dynamic": False}  # symbolic sizes have no hash, which DTensor needs
     return Compiler(key, partial(torch.compile, **used), bool(options.get("fullgraph")), used)  # pyright: ignore[reportUnknownMemberType]
@@ -108,7 +108,7 @@ def wrap_dynamo_compiler(dynamo_compiler: Any) -> Compiler:
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
     """
-    require_compilable(is_dynamic=has_dynamic_shapes())
+    check_can_be_compiled(is_dynamic=has_dynamic_shapes())
     compiled = partial(partial, call_with_compiler, dynamo_compiler)
     return Compiler(id(dynamo_compiler), compiled, needs_full_graph(dynamo_compiler), dynamo_compiler)
 
@@ -152,8 +152,8 @@ class _CompiledGraphs:
         self._kept_objects, self._is_strict = [*kept_objects, compiler.kept_objects], compiler.is_strict
         self._why_not = ""
         self._results: dict[object, object] = {}
-        code = _run_recorded.__code__.replace()
-        function = types.FunctionType(code, _run_recorded.__globals__, _run_recorded.__name__)
+        code = _run_recorded_call.__code__.replace()
+        function = types.FunctionType(code, _run_recorded_call.__globals__, _run_recorded_call.__name__)
         self._function = compiler.compile(function)
 
     def __call__(self, call: _ModuleCall) -> object:
@@ -163,8 +163,8 @@ class _CompiledGraphs:
                 results = self._results.setdefault(call.inputs, call.results)
                 outputs = _attach_zero_gradients(tensors)
                 return map_tensors(lambda at: outputs[at.position], results, _TensorPosition)  # pyright: ignore[reportUnknownLambdaType]
-            self._report_uncompilable(call)
-        return call.compute_uncompiled()
+            self._report_uncompilable_call(call)
+        return call.compute_without_graph()
 
     def _run_graph(self, call: _ModuleCall) -> list[torch.Tensor]:
         """Run the compiled function, and return its tensors. If that fails, set `call.why_not`."""
@@ -180,12 +180,12 @@ class _CompiledGraphs:
                 call.why_not = f"recording its gradient failed: {operator}"
         return []
 
-    def _report_uncompilable(self, call: _ModuleCall) -> None:
+    def _report_uncompilable_call(self, call: _ModuleCall) -> None:
         """Warn that a call cannot be compiled, or raise if the compiler is strict."""
         self._why_not = call.why_not
         subject, advice = f"{call.name} cannot be compiled", "compile modules inside of it"
         if self._is_strict:
-            self._why_not = ""  # so that each later call raises, too
+            self._why_not = ""  # forget the reason, so that each later call raises, too
             raise ScopeError(subject, why=call.why_not, fix=f"{advice}, or leave fullgraph=True out")
         text = format_message(
             f"{subject}, and runs eagerly", {}, call.why_not, f"{advice}, or do not compile it"
@@ -222,17 +222,17 @@ class _ZeroMissingGradients(AutogradFunction):
 def _make_zero_gradient(dtype: torch.dtype, shape: tuple[int, ...], spec: DTensorSpec) -> DTensor:
     """Return a zero gradient for a DTensor output that the loss does not depend on."""
     local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
-    return make_dtensor(local, replace_placements(spec, replace_partial(spec.placements), dtype))
+    return make_dtensor(local, replace_placements(spec, replace_partial_placements(spec.placements), dtype))
 
 
-def _run_recorded(tensors: list[torch.Tensor]) -> object:
+def _run_recorded_call(tensors: list[torch.Tensor]) -> object:
     """Call `_record_call`, which Dynamo does not look into. Each key compiles a copy of this function."""
     return _record_call(tensors)
 
 
 @nonstrict_trace
 def _record_call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return thread_state.call.compute_traced(tensors)
+    return thread_state.call.compute_on_traced_tensors(tensors)
 
 
 class _ModuleCall:
@@ -278,11 +278,11 @@ class _ModuleCall:
         self.why_not = f"an argument is a {value_type.__name__}, which cannot be a constant of a graph"
         return value_type  # pyright: ignore[reportUnknownVariableType]
 
-    def compute_uncompiled(self) -> object:
+    def compute_without_graph(self) -> object:
         """Return the result of the call without a graph."""
         return self._forward.run_python_forward(*self._args)
 
-    def compute_traced(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def compute_on_traced_tensors(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Compute the call with traced tensors in place of the stored ones, and return all tensors of the result."""
         # Raise before any operation runs, because after a later error Dynamo would run them again, eagerly.
         if self.why_not:
@@ -295,7 +295,7 @@ class _ModuleCall:
             with (
                 _restore_attributes(self._structure),
                 self._swap_tensors(tensors) as new_tensors,
-                _RefuseConstants(),
+                _ConstantTensorCheck(),
             ):
                 outputs = self._compute_outputs(new_tensors)
                 after = ModuleStructure(self._module)
@@ -337,7 +337,7 @@ class _ModuleCall:
         seen = {id(each) for each in new_tensors.values()}
         outputs: list[torch.Tensor] = []
         for each in list_tensors(result):
-            refuse_shard("an output of a graph", each)
+            check_value_is_no_shard("an output of a graph", each)
             # torch.compile may return views of shared memory, which DTensors do not support, so clone them.
             outputs.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
             seen.add(id(each))
@@ -366,7 +366,7 @@ def _is_traced(tensor: torch.Tensor) -> bool:
     return type(local) not in (torch.Tensor, torch.nn.Parameter)
 
 
-class _RefuseConstants(TorchFunctionMode):
+class _ConstantTensorCheck(TorchFunctionMode):
     """Raise for tensors with values, which a graph would store as constants."""
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 from layoutmap.engines.torch.deferred_init import UNSUPPORTED_ERRORS
 from layoutmap.engines.torch.operators import Function
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch._C._dynamo.eval_frame import set_eval_frame
     from torch._dynamo import config as dynamo_config
     from torch._dynamo import nonstrict_trace as nonstrict_trace
@@ -25,7 +25,7 @@ _make_static = make_set_enable_dynamic(False)
 
 def skip_compiling(function: Function) -> None:
     """Make Dynamo run a function without compiling it."""
-    # All functions of one decorator share its code object, so unwrap the function.
+    # All functions wrapped by one decorator share the wrapper's code object, so skip that of the inner function.
     skip_code(inspect.unwrap(function).__code__)
 
 
@@ -53,7 +53,7 @@ def call_with_compiler(compiler: Any, function: Callable[[Any], R], argument: ob
 def needs_full_graph(compiler: object) -> bool:
     """Return whether a compiler that `stop_compiling` returned was created with `fullgraph=True`."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
-        # Dynamo's callbacks wrap each other, so unwrap them until one has the setting.
+        # Dynamo's callbacks wrap each other, so unwrap them until one is for a full graph.
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
     return bool(compiler)
 

@@ -24,7 +24,11 @@ from layoutmap.adapters.torch.dynamo import resume_compiling, skip_compiling, st
 from layoutmap.adapters.torch.fsdp_own import ModelCall
 from layoutmap.adapters.torch.fsdp_units import WeightGroup, gather_weights
 from layoutmap.adapters.torch.gradient_hooks import GradientHooks
-from layoutmap.adapters.torch.graph_errors import EXPORT_ATTRIBUTES, make_graph_error, refuse_graphs
+from layoutmap.adapters.torch.graph_errors import (
+    EXPORT_ATTRIBUTES,
+    check_not_transformed_or_traced,
+    make_graph_error,
+)
 from layoutmap.adapters.torch.mesh_context import compute_on_mesh, is_in_call, reduce_sums_early, thread_state
 from layoutmap.adapters.torch.module_results import ModuleResults
 from layoutmap.adapters.torch.own_rows import OwnRows, has_own_rows
@@ -128,7 +132,7 @@ class Forward:
         """Return the forwards of this module and of its submodules, parents first."""
         return [each for module in self._get_module().modules() if (each := find_forward(module))]
 
-    def _get_compiled_for(self, compiler: object) -> Mapping[Forward, CompiledModule]:
+    def _get_modules_compiled_with(self, compiler: object) -> Mapping[Forward, CompiledModule]:
         """Return, by `Forward`, the modules compiled with the compiler of the function that calls this module."""
         forwards = self.list_forwards()
         key = (compiler, *forwards)
@@ -176,7 +180,7 @@ class Forward:
         if compiler is None:
             return self._dispatch_call(args, kwargs)
         try:
-            with set_temporarily(thread_state, "compiled", self._get_compiled_for(compiler)):
+            with set_temporarily(thread_state, "compiled", self._get_modules_compiled_with(compiler)):
                 return self._dispatch_call(args, kwargs)
         finally:
             resume_compiling(compiler)
@@ -187,7 +191,7 @@ class Forward:
 
     def _call_on_mesh(self, args: Args, kwargs: Kwargs) -> object:
         """Call the outermost module: check it, distribute the inputs, compute on the mesh, and convert the outputs."""
-        refuse_graphs(self._get_module())
+        check_not_transformed_or_traced(self._get_module())
         if self.context.spans_processes:
             self._process_checks.check_program_of_module(
                 self._get_module(), (each._original for each in self.list_forwards())

@@ -74,7 +74,7 @@ class ModelCall:
             self.is_running = False
 
 
-# `fully_shard` does not support all layouts, so gather the other weights here (decisions/0017).
+# `fully_shard` does not support all layouts, so weights in other layouts are gathered here (decisions/0017).
 class WeightGatherer:
     """Gather the weights of a module with few collectives while the module computes.
 

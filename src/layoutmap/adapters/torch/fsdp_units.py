@@ -254,7 +254,7 @@ def _has_block_children(module: torch.nn.Module) -> bool:
     """Return whether the children of a module are blocks, each of which gathers its weights together."""
     children = list(module.children())
     if len(children) == 1 and isinstance(module, torch.nn.ModuleList):
-        # A list of one module may be a model of one block, or contain all blocks, so look inside.
+        # The only child of a list may be a block, or the container of all blocks, so look for blocks inside it.
         inner = list(children[0].modules())
         return len(inner) > 1 and not any(map(_has_block_children, inner))
     is_list = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
@@ -279,7 +279,7 @@ def gather_weights(
         if group.is_outermost and not group.model_call.is_running:
             stack.enter_context(group.model_call.mark_running())
         remaining = group.weights
-        # A unit supports the dtypes of its creation, and one forward pass at a time. Else gather all weights here.
+        # A unit supports only the dtypes of its creation, and one forward pass at a time. Otherwise, gather all below.
         if unit is not None and unit.can_be_reused_for(sharded):
             tensors = stack.enter_context(unit.gather_parameters(inputs))
             replacements = zip(group.unit_attributes, sharded, tensors, strict=True)

@@ -23,7 +23,7 @@ from layoutmap.engines.torch.gather import GradientReducer
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import get_parameters_and_buffers
 
-_HOOKED_ID = "_layoutmap_watched"  # stores the parameter's id, so that a copy is recognized as unhooked
+_HOOKED_ID = "_layoutmap_watched"  # attribute with the hooked parameter's id; a copy has a different id
 
 
 class GradientHooks:

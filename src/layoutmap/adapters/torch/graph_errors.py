@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from layoutmap.core.errors import EngineError, ScopeError
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch._C._functorch import peek_interpreter_stack as transform_of_functions
     from torch.jit._trace import is_tracing as is_traced_by_jit
 
@@ -29,7 +29,7 @@ def make_graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
     )
 
 
-def refuse_graphs(module: torch.nn.Module) -> None:
+def check_not_transformed_or_traced(module: torch.nn.Module) -> None:
     """Raise if a sharded module is called inside torch.func or torch.jit.trace.
 
     Raises:

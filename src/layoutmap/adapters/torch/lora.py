@@ -41,7 +41,7 @@ def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
         if not (_is_peft_module(module) and isinstance(wrapped_layer, torch.nn.Module)):
             continue
         roles = find_axis_roles(wrapped_layer, "weight")
-        # Factors of a convolution are convolutions, to which rules apply, so handle only weights with two axes.
+        # LoRA factors of a convolution are convolutions, which rules match, so handle only weights with two axes.
         if len(roles) == 2:
             output_axis = roles.index("out.0")
             path = ".".join(filter(None, (prefix, _BASE_LAYER, "weight")))

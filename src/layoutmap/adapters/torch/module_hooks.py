@@ -44,7 +44,7 @@ def _record_registration(module: torch.nn.Module, name: str, registered: object)
         session.track_module(module)
 
 
-def _record_or_refuse_parameter(module: torch.nn.Module, name: str, parameter: object) -> None:
+def _record_or_reject_parameter(module: torch.nn.Module, name: str, parameter: object) -> None:
     """Report a module that gets a parameter to a scope for torch, or raise in a scope for another library."""
     _record_registration(module, name, parameter)
     session = get_current_session()
@@ -87,14 +87,12 @@ _PATCHES = Patches(
     [
         ItemPatch(_torch_module._global_module_registration_hooks, "layoutmap", _record_registration),
         ItemPatch(
-            _torch_module._global_parameter_registration_hooks, "layoutmap", _record_or_refuse_parameter
+            _torch_module._global_parameter_registration_hooks, "layoutmap", _record_or_reject_parameter
         ),
         ItemPatch(_torch_module._global_buffer_registration_hooks, "layoutmap", _record_registration),
-        AttributePatch(
-            torch.nn.Module, "__setstate__", _wrap_setstate
-        ),  # a copy bypasses hooks, so report it here
-        AttributePatch(
-            torch.optim.Optimizer, "add_param_group", _wrap_add_param_group
-        ),  # each new optimizer calls it
+        # Copying a module bypasses the hooks, but calls `__setstate__`, so report the copy there.
+        AttributePatch(torch.nn.Module, "__setstate__", _wrap_setstate),
+        # Each new optimizer calls `add_param_group`.
+        AttributePatch(torch.optim.Optimizer, "add_param_group", _wrap_add_param_group),
     ]
 )

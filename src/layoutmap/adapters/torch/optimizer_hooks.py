@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.adapters.torch.compiled import require_compilable
+from layoutmap.adapters.torch.compiled import check_can_be_compiled
 from layoutmap.adapters.torch.fingerprints import describe_optimizer
 from layoutmap.adapters.torch.optimizer_state import check_sharded_state
 from layoutmap.core.checksums import compute_checksum
@@ -25,10 +25,10 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_same_program, check_same_values
 from layoutmap.engines.patches import ItemPatch
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 from layoutmap.engines.torch.changes import install_patches
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_hooks  # pyright: ignore[reportPrivateUsage]
 
 # How many parameter groups each optimizer had at its last check, so that it is checked again if it has more.
@@ -66,7 +66,7 @@ def _check_before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 @torch.compiler.disable(reason="a step of sharded weights is checked outside of the graph")  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _check_before_compiled_step(optimizer: torch.optim.Optimizer) -> None:
     if any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
-        require_compilable(f"{type(optimizer).__name__}.step", is_dynamic=False)
+        check_can_be_compiled(f"{type(optimizer).__name__}.step", is_dynamic=False)
     _check_optimizer(optimizer)
 
 
@@ -76,7 +76,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) in _replaced_tensors:
-                _refuse_replaced_parameter(optimizer, _replaced_tensors[id(parameter)][1])
+                _raise_replaced_parameter_error(optimizer, _replaced_tensors[id(parameter)][1])
             if isinstance(parameter, DTensor):
                 if _num_compared_groups.get(optimizer) != len(optimizer.param_groups):
                     _check_before_first_step(optimizer, parameter)
@@ -104,11 +104,11 @@ def _check_before_first_step(optimizer: torch.optim.Optimizer, parameter: DTenso
             gather,
         )
     check_sharded_state(optimizer)
-    # The comparison needs a collective, so do it once.
+    # The comparison needs a collective, so record that it is done, and repeat it only for new groups.
     _num_compared_groups[optimizer] = len(optimizer.param_groups)
 
 
-def _refuse_replaced_parameter(optimizer: torch.optim.Optimizer, path: str) -> None:
+def _raise_replaced_parameter_error(optimizer: torch.optim.Optimizer, path: str) -> NoReturn:
     optimizer_name = type(optimizer).__name__
     raise ScopeError(
         f"{optimizer_name} was created before its weights were sharded",

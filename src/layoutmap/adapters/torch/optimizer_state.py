@@ -76,7 +76,7 @@ def check_sharded_state(optimizer: torch.optim.Optimizer) -> None:
             done.add(key)
             full, has_failed = _run_step_on_copy(optimizer, group, _make_unsharded_meta_copy(parameter))
             sharded, failed = _run_step_on_copy(optimizer, group, _make_sharded_meta_copy(parameter))
-            if has_failed or failed:  # the step needs values, so compare existing slots only
+            if has_failed or failed:  # the step needs values, so compare only slots that both copies have
                 full, sharded = (
                     {name: each[name] for name in full.keys() & sharded} for each in (full, sharded)
                 )
@@ -111,7 +111,7 @@ def _run_step_on_copy(
     failed = False
     torch_state = torch.get_rng_state()
     try:
-        with _RefuseWrites() as guard, random_states.preserve_states(), warnings.catch_warnings():
+        with _ExistingTensorWriteCheck() as guard, random_states.preserve_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copied = _copy_optimizer(optimizer, group, parameter, guard)
             try:
@@ -137,7 +137,7 @@ def _copy_optimizer(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     parameter: torch.nn.Parameter,
-    guard: _RefuseWrites,
+    guard: _ExistingTensorWriteCheck,
 ) -> torch.optim.Optimizer:
     """Return a copy of an optimizer that has no state and one parameter."""
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -162,12 +162,12 @@ def _copy_optimizer(
     return copied
 
 
-class _RefuseWrites(TorchDispatchMode):
+class _ExistingTensorWriteCheck(TorchDispatchMode):
     """Raise if an operator writes to a tensor with values that existed before the block."""
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._new_storages: dict[int, torch.UntypedStorage] = {}  # ids are reused, so keep the storages
+        self._new_storages: dict[int, torch.UntypedStorage] = {}  # ids are reused, so keep storages alive
 
     def copy_for_dry_run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a small tensor with its values, or a meta tensor of the shape of a large one."""
@@ -190,9 +190,8 @@ class _RefuseWrites(TorchDispatchMode):
         result = func(*args, **kwargs)
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and not each.is_meta:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # a tensor subclass may have no storage, and needs no entry
+                # A tensor subclass may have no storage, and then needs no entry.
+                with contextlib.suppress(RuntimeError):
                     self._new_storages[get_storage_key(each)] = each.untyped_storage()
         return result
 

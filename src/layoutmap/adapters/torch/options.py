@@ -117,7 +117,7 @@ def _check_fully_shard_use(torch_options: TorchOptions, options: ScopeOptions, s
             )
 
 
-# The layout map decides which weights are sharded, so pass on only three options (decisions/0017).
+# The layout map decides which weights are sharded, so allow only three options of `fully_shard` (decisions/0017).
 def _check_fully_shard_options(options: Mapping[str, object]) -> None:
     """Raise for `fully_shard` options that are unknown, of a wrong type, or decided by the layout map."""
     # This import takes 0.1 s, so do it only if the options are used.

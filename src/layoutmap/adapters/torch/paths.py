@@ -71,7 +71,7 @@ def has_forward(module: torch.nn.Module) -> bool:
     return type(module).forward is not torch.nn.Module.forward
 
 
-def unwrap_compiled(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap_compiled_module(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that was passed to `torch.compile`, or the module itself if it is not compiled."""
     return getattr(model, "_orig_mod", model)
 

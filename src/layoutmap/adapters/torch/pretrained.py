@@ -102,7 +102,7 @@ def save_own_shards(
     def gather(values: NumpyArray) -> NumpyArray:
         return engine.gather_from_processes(values, mesh)
 
-    # Two programs may save to the same folder at the same time, so the hidden folder has a random name.
+    # Two programs may save to the same folder at the same time, so the temporary folder has a random name.
     own_token = os.urandom(8).hex()
     tokens = gather_texts(own_token, gather)
     is_first_process = own_token == tokens[0]
@@ -124,7 +124,7 @@ def save_own_shards(
 
         def publish_files() -> None:
             _move_files(hidden, target)
-            end.close()  # close before any process returns, so that none finds the hidden folder
+            end.close()  # close, and so delete the temporary folder, before any process returns
 
         call_and_share_errors(lambda: publish_files() if is_first_process else None, gather, "save")
         return True
@@ -154,10 +154,12 @@ def _prepare_folder(
         save(hidden, state_dict=state)
     if any(each.is_meta and id(each) not in names for _, content in files for each in content.values()):
         return None
-    return [place for file, content in files for place in _write_unsharded(hidden, file, content, names)]
+    return [
+        place for file, content in files for place in _write_unsharded_values(hidden, file, content, names)
+    ]
 
 
-def _write_unsharded(
+def _write_unsharded_values(
     folder: Path, file: str, content: Mapping[str, torch.Tensor], names: Mapping[int, str]
 ) -> list[_TensorOffset]:
     """Write a file of the final size with its header and unsharded values. Return where its sharded values belong."""

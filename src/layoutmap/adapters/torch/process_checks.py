@@ -28,7 +28,7 @@ class ProcessChecks:
     def __init__(self, context: ScopeContext) -> None:
         self._context = context
         self._schedule = CallSchedule()
-        self._modes: set[object] = set()  # modes in which the program was compared
+        self._modes: set[object] = set()  # the program was compared for these pairs (training, grad enabled)
 
     def check_program_of_module(self, module: torch.nn.Module, forwards: Iterable[object]) -> None:
         """Raise if the module or its code differs between processes. Check only the first call of each mode.
@@ -37,10 +37,8 @@ class ProcessChecks:
             module: The module.
             forwards: Functions that the program has set as `forward` of modules in it.
         """
-        mode = (
-            module.training,
-            torch.is_grad_enabled(),
-        )  # a forward may branch on both, so compare in each mode
+        # A `forward` may branch on both flags, so compare the processes for each pair of them.
+        mode = (module.training, torch.is_grad_enabled())
         if mode not in self._modes:
             parts = describe_module(module, forwards)
             check_same_program(f"{type(module).__name__}.forward", parts, self._context.gather_from_processes)

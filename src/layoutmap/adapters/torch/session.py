@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,7 +42,7 @@ from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_chi
 from layoutmap.adapters.torch.swap import copy_user_attributes, replace_in_module, replace_in_optimizer
 from layoutmap.adapters.torch.tensor_classes import find_stored_dtype
 from layoutmap.adapters.torch.tools import patch_libraries
-from layoutmap.adapters.torch.unsupported import find_unsupported
+from layoutmap.adapters.torch.unsupported import find_unsupported_tensors
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer
@@ -120,7 +120,7 @@ class TorchSession:
         return Tape(
             shapes_only=self.context.plan_only,
             tiles=self.context.options.own.draws == "tiles",
-            should_record=partial(is_session_active, self),  # asked for each operation
+            should_record=partial(is_session_active, self),  # called for each operation
         )
 
     # -- deferring
@@ -133,9 +133,14 @@ class TorchSession:
             return
         outer = get_current_session()
         with _suspend_outer_recording(outer):  # only one tape may record, so suspend the outer one
-            with module_hooks.install_creation_hooks(), self.patches, active_session(self), _Recording(self):
+            with (
+                module_hooks.install_creation_hooks(),
+                self.patches,
+                active_session(self),
+                _TapeRecording(self),
+            ):
                 yield
-            self._materialize(self._find_new_models(), is_new=True)
+            self._shard_models(self._find_new_models(), is_new=True)
 
     def start_recording(self) -> None:
         """Start recording new tensors on the tape."""
@@ -175,7 +180,7 @@ class TorchSession:
                     fix='pass library="keras"',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
-            self.patches.install_if_imported()  # the user's code may have imported transformers in the block
+            self.patches.install_if_imported()  # the user's code may import transformers inside the scope
 
     def defer_read(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a deferred tensor that is read from a file (see `Tape.defer_read`)."""
@@ -205,11 +210,11 @@ class TorchSession:
 
     # -- materializing
 
-    def _materialize(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
+    def _shard_models(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
         """Choose layouts, and give the models sharded tensors. For a plan, mark the models as valueless instead."""
         self._unbuilt = [path for root in roots for path in list_lazy_layers(root)]
         if self._unbuilt and not self.context.plan_only:
-            self._refuse_lazy_layers(roots)
+            self._raise_lazy_layers_error(roots)
         entries = list(iterate_entries(roots, is_new=is_new))
         recipes = {
             e.spec.key: self._tape.make_recipe(t)
@@ -221,7 +226,7 @@ class TorchSession:
             assignments = self.context.assign_layouts(
                 [e.spec for e in entries],
                 {key: recipe.why_global for key, recipe in recipes.items() if recipe.why_global},
-                find_unsupported([(e.source, e.spec.model) for e in entries]),
+                find_unsupported_tensors([(e.source, e.spec.model) for e in entries]),
                 not self._unbuilt,
                 layers,
             )
@@ -239,7 +244,7 @@ class TorchSession:
             self._modules.clear()
             self._optimizers.clear()
 
-    def _refuse_lazy_layers(self, roots: Sequence[torch.nn.Module]) -> None:
+    def _raise_lazy_layers_error(self, roots: Sequence[torch.nn.Module]) -> NoReturn:
         self._mark_valueless(roots, _FAILED)
         raise ScopeError(
             f"{self._unbuilt[0]}: the size of a lazy layer is unknown at the end of the scope",
@@ -393,14 +398,14 @@ class TorchSession:
     def shard_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard an existing model as if it had been built in this scope, and return it."""
         with _suspend_outer_recording(get_current_session()):
-            self._materialize([model], is_new=False)
+            self._shard_models([model], is_new=False)
         return model
 
     def create_lazy_variables(self, model: torch.nn.Module, inputs: object) -> None:
         """Do nothing, since a torch model has its weights once it is built."""
 
 
-class _Recording(ClosingContext):
+class _TapeRecording(ClosingContext):
     """Context in which a session's tape records."""
 
     def __init__(self, session: TorchSession):

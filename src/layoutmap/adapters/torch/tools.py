@@ -41,13 +41,13 @@ from layoutmap.adapters.torch.boundary import gather_to_cpu
 from layoutmap.adapters.torch.forward import find_forward
 from layoutmap.adapters.torch.pretrained import save_own_shards, wrap_save_file
 from layoutmap.adapters.torch.trainers import (
-    list_accelerate_patches,
-    list_lightning_patches,
-    list_trainer_patches,
+    iterate_accelerate_patches,
+    iterate_lightning_patches,
+    iterate_trainer_patches,
 )
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.engines.patches import AttributePatch, make_patch_if_present
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import install_patches
 from layoutmap.engines.torch.operators import Function
@@ -103,7 +103,7 @@ def _list_module_patches(module: str) -> tuple[AttributePatch, ...]:
     return tuple(_TOOLS[module]())
 
 
-def _gather_or_refuse(library: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gather_or_raise(library: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Unshard tensors of simulated devices on the CPU. Raise a ScopeError if one is sharded over processes."""
     name = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
     if name is not None and not simulation.is_simulated():
@@ -164,7 +164,7 @@ def _wrap_resize(original: Function) -> Function:
     return resize_token_embeddings
 
 
-def _list_transformers_patches() -> Iterator[AttributePatch]:
+def _iterate_transformers_patches() -> Iterator[AttributePatch]:
     from transformers import PreTrainedModel, modeling_utils
 
     yield from make_patch_if_present(PreTrainedModel, "save_pretrained", _wrap_parallel_save)
@@ -172,7 +172,7 @@ def _list_transformers_patches() -> Iterator[AttributePatch]:
     yield from make_patch_if_present(modeling_utils, "safe_save_file", wrap_save_file)
 
 
-def _list_peft_patches() -> Iterator[AttributePatch]:
+def _iterate_peft_patches() -> Iterator[AttributePatch]:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
@@ -189,7 +189,7 @@ def _list_peft_patches() -> Iterator[AttributePatch]:
     yield from make_patch_if_present(LoraLayer, "_get_in_out_features", wrap_layer_sizes)
 
 
-def _list_safetensors_patches() -> Iterator[AttributePatch]:
+def _iterate_safetensors_patches() -> Iterator[AttributePatch]:
     from safetensors import torch as functions  # the package has no attribute `torch` before this import ends
 
     def wrap_deduplication(original: Function) -> Function:
@@ -197,7 +197,7 @@ def _list_safetensors_patches() -> Iterator[AttributePatch]:
             if simulation.is_simulated():
                 state_dict.update(gather_to_cpu(state_dict))
                 return original(state_dict, **options)
-            # safetensors compares storages, which only shards have, so pass shards. `flatten_as_ptr` refuses them.
+            # safetensors compares storages, which only local shards have, so pass these instead of DTensors.
             shards = ((n, get_local(t) if isinstance(t, DTensor) else t) for n, t in state_dict.items())
             return original(dict(shards), **options)
 
@@ -206,7 +206,7 @@ def _list_safetensors_patches() -> Iterator[AttributePatch]:
     def wrap_flatten(original: Function) -> Function:
         def flatten_as_ptr(tensors: Sequence[torch.Tensor], *args: object) -> object:
             is_mapping = isinstance(tensors, Mapping)
-            return original(_gather_or_refuse("safetensors", tensors) if is_mapping else tensors, *args)
+            return original(_gather_or_raise("safetensors", tensors) if is_mapping else tensors, *args)
 
         return flatten_as_ptr
 
@@ -214,26 +214,26 @@ def _list_safetensors_patches() -> Iterator[AttributePatch]:
     yield from make_patch_if_present(functions, "_flatten_as_ptr", wrap_flatten)
 
 
-def _list_wrapper_patches(module_name: str, name: str) -> Iterator[AttributePatch]:
-    """Yield a patch that makes a wrapper of modules, such as `DistributedDataParallel`, refuse sharded modules."""
+def _iterate_patches_of_wrapper_class(module_name: str, class_name: str) -> Iterator[AttributePatch]:
+    """Yield a patch that makes a class that wraps modules, such as `DistributedDataParallel`, refuse sharded ones."""
 
     def wrap_init(original: Function) -> Function:
         def __init__(self: object, module: torch.nn.Module, *args: object, **options: object) -> None:
-            _refuse_wrapping(name, module)
+            _check_module_is_unsharded(class_name, module)
             original(self, module, *args, **options)
 
         return __init__
 
-    yield from make_patch_if_present(getattr(sys.modules[module_name], name), "__init__", wrap_init)
+    yield from make_patch_if_present(getattr(sys.modules[module_name], class_name), "__init__", wrap_init)
 
 
-def _list_fully_shard_patches() -> Iterator[AttributePatch]:
-    with ImportGuard("torch"):
+def _iterate_fully_shard_patches() -> Iterator[AttributePatch]:
+    with ImportErrorConverter("torch"):
         from torch.distributed.fsdp._fully_shard import _fully_shard  # pyright: ignore[reportPrivateUsage]
 
     def wrap_validation(original: Function) -> Function:
         def validate_module(module: torch.nn.Module, func_name: str) -> None:
-            _refuse_wrapping(func_name, module)
+            _check_module_is_unsharded(func_name, module)
             original(module, func_name)
 
         return validate_module
@@ -241,7 +241,7 @@ def _list_fully_shard_patches() -> Iterator[AttributePatch]:
     yield from make_patch_if_present(_fully_shard, "_validate_module", wrap_validation)
 
 
-def _refuse_wrapping(wrapper: str, module: torch.nn.Module) -> None:
+def _check_module_is_unsharded(wrapper: str, module: torch.nn.Module) -> None:
     if any(find_forward(each) is not None for each in module.modules()):
         raise ScopeError(
             f"{wrapper}: {type(module).__name__} is sharded already",
@@ -254,18 +254,22 @@ def _refuse_wrapping(wrapper: str, module: torch.nn.Module) -> None:
 
 _TOOLS: dict[str, Callable[[], Iterator[AttributePatch]]] = {
     **{
-        name: functools.partial(_list_wrapper_patches, name, kind)
+        name: functools.partial(_iterate_patches_of_wrapper_class, name, kind)
         for name, kind in (
             ("torch.nn.parallel.distributed", "DistributedDataParallel"),
             ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
         )
     },
-    "torch.distributed.fsdp._fully_shard._fully_shard": _list_fully_shard_patches,
-    "transformers.modeling_utils": _list_transformers_patches,
-    "transformers.trainer": list_trainer_patches,
-    "peft": _list_peft_patches,
-    "accelerate": list_accelerate_patches,
-    "safetensors.torch": _list_safetensors_patches,
-    "lightning.pytorch.strategies": functools.partial(list_lightning_patches, "lightning.pytorch.strategies"),
-    "pytorch_lightning.strategies": functools.partial(list_lightning_patches, "pytorch_lightning.strategies"),
+    "torch.distributed.fsdp._fully_shard._fully_shard": _iterate_fully_shard_patches,
+    "transformers.modeling_utils": _iterate_transformers_patches,
+    "transformers.trainer": iterate_trainer_patches,
+    "peft": _iterate_peft_patches,
+    "accelerate": iterate_accelerate_patches,
+    "safetensors.torch": _iterate_safetensors_patches,
+    "lightning.pytorch.strategies": functools.partial(
+        iterate_lightning_patches, "lightning.pytorch.strategies"
+    ),
+    "pytorch_lightning.strategies": functools.partial(
+        iterate_lightning_patches, "pytorch_lightning.strategies"
+    ),
 }

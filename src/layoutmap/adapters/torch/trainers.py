@@ -28,7 +28,7 @@ from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.trees import tree_map
 
 
-def list_accelerate_patches() -> Iterator[AttributePatch]:
+def iterate_accelerate_patches() -> Iterator[AttributePatch]:
     """Yield the patches with which accelerate trains and saves a model that several processes share."""
     from accelerate import Accelerator, PartialState, accelerator  # pyright: ignore[reportMissingTypeStubs]
     from accelerate.optimizer import AcceleratedOptimizer  # pyright: ignore[reportMissingTypeStubs]
@@ -179,8 +179,8 @@ class _SingleProcessPatch:
 _SINGLE_PROCESS = _SingleProcessPatch()
 
 
-# Each process runs the program of one device, so accelerate must not split its batches (decisions/0215), and
-# own rows are split by the positions along the batch dim (decisions/0305).
+# A sharded model takes the global batch in each process, so accelerate must not split batches (decisions/0215). If
+# processes read only their own rows, split batches by their positions along the batch dim (decisions/0305).
 def _count_one_process_if_shared(*values: object) -> None:
     """Make accelerate count one process if a value is a sharded model that several processes share."""
     contexts = [each for each in map(_find_multiprocess_scope, values) if each is not None]
@@ -189,7 +189,7 @@ def _count_one_process_if_shared(*values: object) -> None:
         _SINGLE_PROCESS.rows = next(filter(has_own_rows, contexts), None)
 
 
-def list_trainer_patches() -> Iterator[AttributePatch]:
+def iterate_trainer_patches() -> Iterator[AttributePatch]:
     """Yield the patches with which transformers' Trainer trains and saves a model that several processes share."""
     from transformers import Trainer
 
@@ -243,7 +243,7 @@ def list_trainer_patches() -> Iterator[AttributePatch]:
         def save_checkpoint(self: Any, *args: object, **options: object) -> None:
             original(self, *args, **options)
             if _is_sharded_over_processes(self.model):
-                dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # before another process reads it
+                dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # wait until the files exist
 
         return save_checkpoint
 
@@ -255,7 +255,7 @@ def list_trainer_patches() -> Iterator[AttributePatch]:
     yield from make_patch_if_present(Trainer, "_save_checkpoint", wrap_save_checkpoint)
 
 
-def list_lightning_patches(strategies: str) -> Iterator[AttributePatch]:
+def iterate_lightning_patches(strategies: str) -> Iterator[AttributePatch]:
     """Yield the patches with which Lightning trains and saves a model that several processes share.
 
     The class for one device trains a sharded model in all processes. The first of them writes checkpoints, with plain

@@ -73,9 +73,8 @@ def train_with(
 
 def get_training(model: torch.nn.Module) -> TrainingSettings:
     """Return the training settings of a model, which are the defaults if `train_with` was not called."""
-    return _trainings.setdefault(
-        model, TrainingSettings()
-    )  # stored separately, because the model must not change
+    # Settings are stored outside the model, because the model must not change.
+    return _trainings.setdefault(model, TrainingSettings())
 
 
 def call_model(model: torch.nn.Module, batch: object) -> Any:

@@ -15,7 +15,7 @@ from layoutmap.engines.torch.storages import get_storage_key
 _KNOWN = (*PLAIN_CLASSES, DTensor)
 
 
-def find_unsupported(tensors: Sequence[tuple[ModelTensor, str]]) -> list[UnsupportedFeature]:
+def find_unsupported_tensors(tensors: Sequence[tuple[ModelTensor, str]]) -> list[UnsupportedFeature]:
     """Return the tensors of a scope that cannot be sharded, or only with a warning, with the reasons.
 
     Args:

@@ -49,7 +49,7 @@ def load_export_writer(name: str) -> Callable[..., None]:
     return import_module(WRITERS[name]).write_variables
 
 
-# Files may be malicious, so they are read without their frameworks, and pickles are refused (decisions/0085).
+# Files may be malicious, so they are read without their frameworks, and pickled models are refused (decisions/0085).
 def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
     """Open a checkpoint of this library, or files of a different library in one of the supported formats.
 

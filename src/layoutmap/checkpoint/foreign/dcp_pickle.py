@@ -111,7 +111,7 @@ class _SafeFunction:
         raise ValueError("a pickle must not set attributes of a function")
 
 
-# torch's own readers can run code or allocate without limit, so pickles become inert records here (decisions/0182).
+# torch's own readers can run code or allocate without limit, so read pickles into inert records here (decisions/0182).
 class TensorUnpickler(pickle.Unpickler):
     """Unpickle tensors to inert records. Other values may only be mappings, lists, numbers, and text."""
 

@@ -192,7 +192,7 @@ def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
 def _parse_json_object(file: ByteFile, data: bytes, subject: str) -> dict[str, object]:
     """Return the JSON object in some bytes of a file. Raise for other data, and for names that appear twice."""
 
-    def refuse_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
+    def make_dict_without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
@@ -201,7 +201,7 @@ def _parse_json_object(file: ByteFile, data: bytes, subject: str) -> dict[str, o
         return found
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=refuse_duplicates)
+        found = json.loads(data.decode(), object_pairs_hook=make_dict_without_duplicates)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:

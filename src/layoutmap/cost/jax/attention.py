@@ -35,13 +35,13 @@ _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 
 
 @dataclass
-# Fused kernels need less memory, so a call counts as fused only if the model or the user says so (decisions/0165).
+# A fused kernel needs less memory, so count a call as fused only if the model or the user says so (decisions/0165).
 class AttentionCalls:
     """Numbers of the attention calls in a step, by kind, counted while it is traced."""
 
-    fuses: bool  # whether each call counts as one fused operation, even if the model calls no fused kernel
-    num_scored: int = 0  # calls that store their scores
-    num_fused: int = 0  # calls that do not
+    fuses: bool  # whether each call counts as fused, even if the model calls no fused kernel
+    num_scored: int = 0  # number of calls that store the attention scores
+    num_fused: int = 0  # number of fused calls, which do not store them
 
     @property
     def notes(self) -> list[str]:
@@ -92,7 +92,7 @@ def _wrap_fused_kernel(original: Callable[..., object]) -> Callable[..., object]
         calls.num_fused += 1
         scale, residual = options["scale"], options.get("return_residual", False)
         return _mark_fused_attention(
-            # Leave out the kernel's causal mask and sequence lengths, because the cost does not depend on them.
+            # Pass no causal mask and no sequence lengths to the kernel, because the cost does not depend on them.
             lambda *given: _ORIGINAL_ATTENTION(*given, None, False, scale, None, None, None, residual),
             query,
             key,
@@ -111,7 +111,7 @@ def _mark_fused_attention(
     if mask is not None:
         bias = jnp.where(mask, 0 if bias is None else bias, -jnp.inf).astype(query.dtype)
     with jax.named_scope(FUSED_SCOPE):
-        # `checkpoint` adds a barrier, so that XLA does not merge the recomputation with the forward pass.
+        # `jax.checkpoint` adds a barrier, so that XLA does not replace the recomputation by values of the forward pass.
         return jax.checkpoint(function)(query, key, value, bias)
 
 

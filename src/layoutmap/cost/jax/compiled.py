@@ -18,16 +18,16 @@ from layoutmap.cost.jax.partitioner import ENVIRONMENT
 from layoutmap.cost.jax.targets import Target, find_target
 from layoutmap.cost.verified import TooLargeError
 
-_MOST_SIGNS = 500  # characters of XLA's message to show
+_MOST_SIGNS = 500  # number of characters of XLA's message to show
 
 
 @dataclass(frozen=True)
 class CompiledStep:
     """Step that XLA has compiled: its module, and its memory in bytes per device."""
 
-    text: str  # the compiled module
+    text: str  # HLO of the compiled module
     argument_bytes: int
-    peak_bytes: int  # arguments, results without a donated argument, and temporary buffers
+    peak_bytes: int  # peak of arguments, results without a donated argument, and temporary buffers
 
     @property
     def collectives(self) -> Mapping[CompiledCollective, int]:

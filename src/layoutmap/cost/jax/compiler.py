@@ -21,18 +21,18 @@ from layoutmap.cost.jax.targets import TARGETS, Target
 
 def make_environment(target: Target, num_devices: int) -> dict[str, str]:
     """Return the environment variables that the compiling process needs in addition to those of this process."""
-    # Start only CPU devices, so that accelerators of this machine stay free.
+    # Let JAX start only CPU devices, so that other programs can use the accelerators of this machine.
     needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     needed |= dict.fromkeys(("JAX_ENABLE_COMPILATION_CACHE", "JAX_DISABLE_MOST_OPTIMIZATIONS"), "false")
     if target.platform == "cpu":
         return needed | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}"}
     if target.platform == "cuda":
-        # XLA tunes Triton tiles on a GPU. Without a GPU, it fails for some shapes, so disable Triton.
+        # XLA tunes the tiles of Triton kernels on a GPU, and fails for some shapes if there is none, so disable Triton.
         return needed | {
             "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
             "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false --xla_dump_to=. --xla_dump_hlo_as_text",
         }
-    # libtpu would query the cloud's metadata server, lock local TPUs, and write logs to /tmp, so prevent that.
+    # libtpu would query the cloud's metadata server, lock local TPUs, and write logs to /tmp, so turn all of this off.
     return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
@@ -48,7 +48,7 @@ def _describe_devices(target: Target, num_devices: int) -> list[object]:
         options = {"platform": "cuda", "topology": topology, "target_config": target.config}
         return topologies.get_topology_desc(topology_name="", **options).devices
     sides = target.choose_sides(num_devices)
-    # A host has 2 x 2 chips, which do not fit along an odd side, so a host has one chip along that side.
+    # A host has 2 x 2 chips, which do not divide an odd side, so use hosts with one chip along an odd side.
     hosts = [2 - each % 2 for each in sides[:2]]
     return topologies.get_topology_desc(
         platform="tpu",
@@ -100,7 +100,7 @@ def _compile_module(devices: list[Any], module: bytes) -> dict[str, Any]:
     }
 
 
-# Only XLA's results before code generation are needed, so the process exits once they are written (decisions/0156).
+# Only what XLA computes before code generation is needed, so the process exits once it is written (decisions/0156).
 def main(name: str, num_devices: str) -> None:
     """Compile the module in the current folder, write the result to stdout, and end this process."""
     with answer_and_exit() as answer:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-MODULE = "module"  # the file with the module, in the folder of the process
+MODULE = "module"  # name of the file with the module, in the folder of the process
 _ANSWER, _SAID = "answer", "said"
 NO_DEVICES = 3  # exit status if the target devices cannot be described
 _BETWEEN_SECONDS = 0.2
@@ -48,7 +48,7 @@ class CompilerProcess:
                 stdin=subprocess.PIPE,
                 stdout=answer,
                 stderr=said,
-                start_new_session=True,  # Ctrl-C must reach only the parent process
+                start_new_session=True,  # Ctrl-C must interrupt only the parent process
             )
 
     def wait_for_result(self, on_wait: Callable[[], object] = lambda: None) -> tuple[int, str, str]:
@@ -78,11 +78,11 @@ def answer_and_exit() -> Generator[Callable[[str], object]]:
     """Yield a function that sends an answer to the parent. This process ends with the block, or with its parent."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)  # plugins print to stdout, so send that to stderr
+        os.dup2(2, 1)  # plugins print to stdout, which is for the answer, so send their output to stderr
         once = threading.Lock()
 
         def send_answer(text: str) -> None:
-            once.acquire()  # only the first caller sends an answer; the second one blocks until the process ends
+            once.acquire()  # only the first caller sends an answer; a second one waits here until the process ends
             answer.write(text)
             answer.flush()
 

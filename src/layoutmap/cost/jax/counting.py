@@ -18,21 +18,22 @@ from layoutmap.cost.table import Collective, PeakTensorKind, Phase
 class StepCounts:
     """Collectives, FLOPs, and bytes of one step on one device."""
 
-    # number of calls of each collective; the field `calls` of the keys is 1
+    # number of calls by collective; in these keys, the field `calls` is always 1
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
-    flops: Mapping[str, int] = field(default_factory=dict[str, int])  # by element type
+    flops: Mapping[str, int] = field(default_factory=dict[str, int])  # FLOPs by element type
     traffic: int = 0
-    # peak bytes without the arguments, by the index of the order in `compute_both_memories`, layer, and phase
+    # peak bytes without the arguments, by layer, phase, and the index of the order of operations in
+    # `compute_both_memories`
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    # bytes at each peak, by the peak's key and a description of tensors; empty unless requested
+    # bytes at each peak, by the key of the peak and a description of tensors; empty unless requested
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    compiled_bytes: int = 0  # peak without the arguments, as XLA compiles the step; 0: unknown
+    compiled_bytes: int = 0  # peak of the step that XLA has compiled, without the arguments; 0: unknown
     recomputes: bool = False  # whether activations are recomputed outside of loops
 
     def __sub__(self, other: StepCounts) -> StepCounts:
-        return self.add_scaled(other, -1)
+        return self.add_scaled_counts(other, -1)
 
-    def add_scaled(self, other: StepCounts, times: int) -> StepCounts:
+    def add_scaled_counts(self, other: StepCounts, times: int) -> StepCounts:
         """Return these counts plus `times` times the counts of `other`."""
         return StepCounts(
             _add_scaled_values(self.collectives, other.collectives, times),
@@ -184,7 +185,8 @@ class CauseFinder:
                 return ""
             value = todo.pop(0)
             for op in value.uses:
-                # A sum over axes of size 1, as in the gradient of a bias, changes only the shape, so follow its result.
+                # A sum over axes of size 1, such as the gradient of a bias, only changes the shape, so continue with
+                # its result.
                 is_sum_of_one = op.name == "reduce" and op.operands[0].size == op.results[0].size
                 if op.name == "return":
                     results = [

@@ -71,8 +71,8 @@ def _describe_value(value: object, enclosing: tuple[object, ...] = ()) -> object
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, types.FunctionType):  # use its code, because lambdas share one name
-        if value in enclosing:  # the function is recursive, so return an index instead of describing it again
+    if isinstance(value, types.FunctionType):  # compare the code, because all lambdas have one name
+        if value in enclosing:  # the function calls itself, so return its index, not its description
             return enclosing.index(value)
         by_name = sorted((value.__kwdefaults__ or {}).items())
         captured = (
@@ -87,5 +87,5 @@ def _describe_value(value: object, enclosing: tuple[object, ...] = ()) -> object
 def _read_cell(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # a closure variable without a value
+    except ValueError:  # the closure variable has no value yet
         return _ABSENT

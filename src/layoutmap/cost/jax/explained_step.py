@@ -203,7 +203,7 @@ def explain_step(
     ideal = Counter[str]()
     _add_product_flops(traced.jaxpr.jaxpr, 1, ideal)
     memory = compiled.memory_analysis()
-    if flops.keys() - ideal.keys():  # XLA does not know all source lines, so compare only the sums
+    if flops.keys() - ideal.keys():  # XLA lacks some source lines, so compare only the sums of all lines
         flops, ideal = Counter({"": flops.total()}), Counter({"": ideal.total()})
     products = [
         ExplainedProducts(line, flops[line], ideal[line] / mesh.size) for line in ideal if flops[line]
@@ -241,7 +241,7 @@ def _list_argument_positions(text: str, paths: Sequence[str]) -> list[int | None
     for line in entry.splitlines():
         if parameter := re.search(r" parameter\((\d+)\)", line):
             name = re.search(r'op_name="\w+(\[(?:[^"\\]|\\.)*)"', line)
-            # XLA escapes quotes and the bytes of non-ASCII letters by backslashes, so decode them.
+            # In names, XLA escapes quotes and the bytes of non-ASCII letters by backslashes, so decode the names.
             path = name and name[1].encode().decode("unicode_escape").encode("latin-1").decode()
             found[int(parameter[1])] = numbers.get(path or "")
     return [found[number] for number in sorted(found)]

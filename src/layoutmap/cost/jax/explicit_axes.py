@@ -45,7 +45,8 @@ def is_sharding_refusal(error: Exception) -> bool:
 def explain_refused_sharding(name: str) -> Generator[None]:
     """Convert JAX's refusal of an operation under explicit axes to a `ShardingRefusedError`, until the block ends."""
     before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
-    jax.config.update("jax_traceback_filtering", "off")  # keep JAX's frames, which have operands
+    # JAX's frames contain the operands, so keep these frames in tracebacks.
+    jax.config.update("jax_traceback_filtering", "off")
     try:
         yield
     except Exception as error:

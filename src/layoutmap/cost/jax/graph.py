@@ -10,8 +10,8 @@ from typing import Any
 
 from layoutmap.core.variables import get_itemsize
 
-LAYER = "layer="  # text before the path of a layer in the names of operations
-UPDATE = "layoutmap_update"  # scope in the names of the operations of an optimizer's update
+LAYER = "layer="  # text before a layer's path in the names of operations
+UPDATE = "layoutmap_update"  # scope in the names of the operations that update weights
 FUSED_SCOPE = "layoutmap_fused"
 """Scope in the names of operations that one fused kernel computes, such as attention without scores in memory."""
 
@@ -23,9 +23,9 @@ Origin = tuple[str, bool, bool, bool]
 class Value:
     """Result of an operation, or argument of a block."""
 
-    shape: tuple[int, ...]  # on one device
-    dtype: str  # for example "bfloat16"
-    producer: Op | None = None  # None: an argument of its block
+    shape: tuple[int, ...]  # shape on one device
+    dtype: str  # element type, such as "bfloat16"
+    producer: Op | None = None  # operation that computes it; None: it is an argument of its block
     index: int = 0  # position among the results of `producer`, or among the arguments of the block
     uses: list[Op] = field(default_factory=list["Op"])  # operations that read it
 
@@ -44,25 +44,23 @@ class Value:
 class Op:
     """Operation of a partitioned step on one device."""
 
-    name: str  # such as "dot_general"; of a collective, its kind
+    name: str  # such as "dot_general"; for a collective, its kind
     operands: list[Value]
     results: list[Value]
-    layer_path: str = ""  # empty: unknown
+    layer_path: str = ""  # path of the layer that called the operation; empty: unknown
     is_backward: bool = False
     is_update: bool = False
-    is_fused: bool = False  # part of fused attention, so that its inner results need no memory
-    # of a collective: its mesh dims; of a slice: the dims along which devices take different slices
+    is_fused: bool = False  # whether it is part of fused attention, so that its inner results need no memory
+    # mesh dims of a collective; for a slice, the dims along which devices take different slices
     dims: tuple[str, ...] = ()
-    group: int = 0  # number of devices that exchange in a collective; 0: all devices along its dims
+    group: int = 0  # number of devices that exchange data in a collective; 0: all devices along its dims
     blocks: list[Block] = field(default_factory=list["Block"])  # bodies of a loop or branch
-    trips: int = 1  # iterations of a loop
-    flops: int = 0  # of a matrix product or a convolution
+    trips: int = 1  # number of iterations of a loop
+    flops: int = 0  # FLOPs of a matrix product or a convolution
     key: Any = None  # operations with equal keys and operands have equal results; None: never merged
     metadata: str = ""
     """XLA's metadata: the operation's name in the traced function, and its source line."""
-    function: str = (
-        ""  # function, such as "erfc", that XLA computes by several operations with this one among them
-    )
+    function: str = ""  # function, such as "erfc", that XLA computes by several operations, this one included
 
 
 @dataclass(slots=True, eq=False)

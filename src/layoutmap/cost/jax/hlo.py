@@ -53,7 +53,7 @@ class CompiledCollective:
     """Collective in a compiled step: its kind, its number of devices, and its size."""
 
     kind: str
-    group: int  # number of devices that exchange
+    group: int  # number of devices that exchange data
     tensor_bytes: int
 
     @property
@@ -88,7 +88,8 @@ def parse_computations(text: str) -> tuple[Mapping[str, list[Instruction]], str]
             bodies[name].append(Instruction(*instruction.groups()))
             if line.lstrip().startswith("ROOT "):
                 roots[name] = bodies[name][-1]
-    for name, root in roots.items():  # the root of a scheduled module may be anywhere, so move it to the end
+    # The root of a scheduled module may be anywhere, so move it to the end, where its readers expect it.
+    for name, root in roots.items():
         bodies[name].remove(root)
         bodies[name].append(root)
     return bodies, entry
@@ -118,12 +119,12 @@ def _add_collectives(
         elif (kind := COLLECTIVE_KINDS.get(opcode.removesuffix("-start"))) is not None:
             pairs = list_permute_pairs(arguments) if "source_target_pairs=" in arguments else [(0, 1)]
             if kind == "permute" and all(source == target for source, target in pairs):
-                continue  # skip a permute in which each device sends only to itself
+                continue  # leave out a permute in which each device sends only to itself
             if chain := re.search(r'chain_id="\d+"', arguments):
                 if chain[0] in chains:
                     continue
                 chains.add(chain[0])
-            # A permute has pairs of devices instead of replica_groups, so its group has two devices.
+            # A permute has pairs of devices instead of replica groups, so the size of its group is 2.
             group_size = 2 if kind == "permute" else len(find_first_device_group(arguments, num_devices))
             done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
             for tensor_bytes in _list_tensor_sizes(kind, shape, group_size, opcode.endswith("-start")):
@@ -140,14 +141,15 @@ def list_permute_pairs(attributes: str) -> list[tuple[int, int]]:
 def _list_tensor_sizes(kind: str, shape: str, group_size: int, is_started: bool) -> list[int]:
     """Return the bytes of each tensor that a collective exchanges: of its operand or result, whichever is larger."""
     shapes = SHAPE.findall(shape)
-    # On TPUs, a started collective also returns numbers for synchronization, so skip these.
+    # On TPUs, an asynchronous collective also returns numbers for synchronization, so leave out their shapes.
     sizes = [_compute_num_bytes(*each) for each in shapes if not is_started or each != ("u32", "")]
-    if is_started and kind != "all_reduce" and len(sizes) > 1:  # operands, and then results
+    # The sizes are those of the operands, and then those of the results.
+    if is_started and kind != "all_reduce" and len(sizes) > 1:
         half = len(sizes) // 2
         sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
     elif kind == "reduce_scatter":
         sizes = [size * group_size for size in sizes]
-    return [sum(sizes)] if kind == "all_to_all" else sizes  # a tuple has one part per device
+    return [sum(sizes)] if kind == "all_to_all" else sizes  # its tuple has one part for each device
 
 
 def _compute_num_bytes(dtype: str, sizes: str) -> int:

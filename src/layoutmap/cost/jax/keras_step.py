@@ -200,7 +200,7 @@ def _make_reporting_call(tracer: StepTracer, path: str, original: Call, state: S
 
     @functools.wraps(original)
     def call(*args: object, **kwargs: object) -> object:
-        if not args and first in kwargs:  # the tracer needs a positional input
+        if not args and first in kwargs:  # the tracer expects the input as a positional argument
             args = (kwargs.pop(first),)
         function = _make_recomputing_call(original, state) if tracer.should_recompute(path) else original
         return tracer.call_layer(path, function, args, kwargs)
@@ -229,7 +229,7 @@ def _make_recomputing_call(original: Call, state: Sequence[object]) -> Call:
             changed[:] = [variable for variable, _ in pairs]
             after, losses = [scope.get_current_value(v) for v in changed], scope.losses[num_losses:]
             del scope.losses[num_losses:]
-            for pair in pairs:  # restore old values, because tracers must not leave `jax.checkpoint`
+            for pair in pairs:  # restore old values, because tracers are invalid outside of `jax.checkpoint`
                 scope.add_update(pair)
             return found, after, losses
 
@@ -265,7 +265,7 @@ class _JaxWithoutDevices:
         return [SimpleNamespace(platform="cpu")]
 
 
-# Without a GPU, Keras 3.15 refuses a fused kernel even if a layer requires it, so its check is replaced.
+# Without a GPU, Keras 3.15 refuses a fused kernel even if a layer requires it, so replace Keras's check.
 _CAN_USE = "_can_use_flash_attention"
 _PATCHES = Patches(
     [

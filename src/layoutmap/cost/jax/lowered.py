@@ -38,15 +38,15 @@ from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, PeakTensors,
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.ambient import make_abstract_mesh, use_mesh
-from layoutmap.engines.jax.arrays import constrain_traced
+from layoutmap.engines.jax.arrays import constrain_traced_array
 from layoutmap.engines.jax.corrections import correct_lowering_without_devices
 from layoutmap.engines.jax.devices import make_partition_spec
 from layoutmap.engines.jax.programs import leave_program_context
 
-_KEPT = 2  # of equal blocks, always trace the first and the last one
+_KEPT = 2  # number of equal blocks that are always traced: the first and the last one
 
 
-# Tracing blocks is slow, so of equal blocks only two and three are traced, and costs are extrapolated (decisions/0156).
+# Tracing is slow, so only two and three of the equal blocks are traced, and costs are extrapolated (decisions/0156).
 class StepCounter:
     """Training step on JAX that is traced once without layouts, so that its cost in any layouts is quick to compute.
 
@@ -60,11 +60,11 @@ class StepCounter:
         self._fuses = fuse_attention
         self._recomputes = _make_remat_predicate(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        # The key has the skipped blocks, and the layouts if the step depends on them.
+        # By the skipped blocks, and by the layouts if the step depends on them.
         self._modules: dict[tuple[frozenset[str], Hashable], _LoweredModule] = {}
-        self._needs_mesh = False  # whether the step's own code names mesh dims
+        self._needs_mesh = False  # whether the user's code of the step names mesh dims
         self._compiled: dict[tuple[bytes, int, str], CompiledStep] = {}  # by module hash, devices, target
-        self._unequal_stacks: set[int] = set()  # indices of stacks whose blocks cannot be skipped
+        self._unequal_stacks: set[int] = set()  # indices of stacks whose blocks turned out to be unequal
 
     def count(
         self,
@@ -91,7 +91,8 @@ class StepCounter:
             )
             for each in self._step.batch
         ]
-        # Weights in host memory count, because the whole step uses them. Slots there do not, as only the update does.
+        # Count weights in host memory as device memory, too, because the whole step uses them. Leave out slots in host
+        # memory, because only the update uses them.
         arguments = sum(
             a.device_bytes if a.variable.kind is Kind.SLOT else a.shard_bytes for a in (*assignments, *batch)
         )
@@ -104,7 +105,8 @@ class StepCounter:
         held = _find_peak_tensors(counts)
         if target:
             peaks = [counts.compiled_bytes]
-            # The compiled peak replaces the estimate, so list only the largest tensors that fit into it.
+            # The peak of the compiled step replaces the estimate, so list the largest tensors, as many as fit into this
+            # peak.
             sums = itertools.accumulate(each.num_bytes for each in held)
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
@@ -151,12 +153,14 @@ class StepCounter:
         kept = [dict.fromkeys(equal, _KEPT)]
         kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in equal} for size in sizes]
         try:
-            modules = [self._lower_cached(self._map_skipped_to_first(each), layouts, policy) for each in kept]
+            modules = [
+                self._lower_with_cache(self._map_skipped_to_first(each), layouts, policy) for each in kept
+            ]
         except _UnequalBlockError as error:
             index = next(n for n, stack in enumerate(self._step.blocks) if error.path in stack)
             self._unequal_stacks.add(index)
             return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
-        # Tracing finds the layers inside blocks. If their rules make blocks unequal, compute the counts again.
+        # Only tracing finds the layers inside blocks. If rules for these layers make blocks unequal, count again.
         if self._find_equal_stack_indices(layouts, policy) != equal:
             return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
         given = [shardy.serialize_module(self._add_layouts(each, layouts, policy)) for each in modules]
@@ -169,7 +173,7 @@ class StepCounter:
         )
         total = low
         for size, more in zip(sizes, high, strict=True):
-            total = total.add_scaled(more - low, size - _KEPT)
+            total = total.add_scaled_counts(more - low, size - _KEPT)
         peaks = {key: total.peaks[key] for key in low.peaks}
         return replace(total, peaks=peaks)
 
@@ -249,11 +253,11 @@ class StepCounter:
     ) -> CompiledStep:
         """Compile the step with all of its blocks, for devices that need not exist, and return the compiled step."""
         layouts = {a.variable.key: a.layout for a in assignments}
-        placed = self._add_layouts(self._lower_cached({}, layouts, policy), layouts, policy)
+        placed = self._add_layouts(self._lower_with_cache({}, layouts, policy), layouts, policy)
         modules = [shardy.serialize_module(placed)]
         return self._compile_new_modules(modules, policy.mesh.size, target, on_wait)[0]
 
-    # Compiling for a GPU takes seconds to minutes, so compiled modules are stored (decisions/0156).
+    # Compiling for a GPU takes seconds to minutes, so no module is compiled twice (decisions/0156).
     def _compile_new_modules(
         self, modules: Sequence[bytes], num_devices: int, target: str, on_wait: Callable[[], object]
     ) -> list[CompiledStep]:
@@ -277,7 +281,7 @@ class StepCounter:
         compiled = self.compile(assignments, policy, target, on_wait)
         return Verified(counted, target, compiled.sent_by_kind, compiled.argument_bytes, compiled.peak_bytes)
 
-    def _lower_cached(
+    def _lower_with_cache(
         self, skipped: Mapping[str, str], layouts: Mapping[Key, Layout], policy: LayoutPolicy
     ) -> _LoweredModule:
         needs_mesh = self._needs_mesh or "explicit" in policy.mesh.axis_types
@@ -293,9 +297,9 @@ class StepCounter:
                 if needs_mesh:
                     self._needs_mesh = False
                     raise
-                # The step's code may name mesh dims, which fails without a mesh, so trace again on the mesh.
+                # The step's code names mesh dims, which it cannot do without a mesh, so trace it again on the mesh.
                 self._needs_mesh = True
-                return self._lower_cached(skipped, layouts, policy)
+                return self._lower_with_cache(skipped, layouts, policy)
         return self._modules[key]
 
 
@@ -348,9 +352,9 @@ def _find_block_path(variable: VariableSpec, blocks: Mapping[str, object]) -> st
 
 @dataclass(frozen=True)
 class _LoweredModule:
-    module: Any  # of a step without its skipped blocks
-    variables: Sequence[VariableSpec]  # first arguments and results of the module
-    num_skipped: int  # number of variables of skipped blocks, the last arguments of the module
+    module: Any  # module of a step without its skipped blocks
+    variables: Sequence[VariableSpec]  # variables of the first arguments and results of the module
+    num_skipped: int  # number of variables of skipped blocks, which are the last arguments of the module
     num_other_results: int
     outputs: Mapping[str, Sequence[tuple[int, ...]]]
     attention_notes: Sequence[str]
@@ -491,9 +495,10 @@ class _LayerTracer:
     outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
     unread: Mapping[Key, object] = field(default_factory=dict[Key, object])
     unequal: str = ""
-    policy: LayoutPolicy | None = None  # lays out outputs during tracing, if the step is traced in layouts
+    # Policy of the outputs' layouts during tracing; None: the step is traced without layouts.
+    policy: LayoutPolicy | None = None
     _calls: dict[str, list[object]] = field(default_factory=dict[str, list[object]])
-    # Layers whose outputs differ in shape from their inputs.
+    # Paths of layers whose outputs differ in shape from their inputs.
     _changing: set[str] = field(default_factory=set[str])
     _is_inside: bool = False
 
@@ -519,7 +524,7 @@ class _LayerTracer:
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.outputs[path] = [tuple(each.shape) for each in arrays]
             if self.policy is None:
-                return jax.tree.unflatten(tree, [_mark_unconstrained(each) for each in leaves])
+                return jax.tree.unflatten(tree, [_mark_axes_unconstrained(each) for each in leaves])
             return jax.tree.unflatten(tree, _constrain_output_leaves(leaves, self.policy, path))
 
     def check_call_counts(self) -> None:
@@ -579,11 +584,11 @@ def _constrain_output_leaves(leaves: Sequence[Any], policy: LayoutPolicy, path: 
         for n, layout in zip(arrays, layouts, strict=True):
             if layout is not None:
                 sharding = NamedSharding(make_abstract_mesh(layout.mesh), make_partition_spec(layout))
-                placed[n] = constrain_traced(leaves[n], sharding)
+                placed[n] = constrain_traced_array(leaves[n], sharding)
     return placed
 
 
-def _mark_unconstrained(array: object) -> object:
+def _mark_axes_unconstrained(array: object) -> object:
     if not isinstance(array, jax.core.Tracer) or not array.ndim:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)

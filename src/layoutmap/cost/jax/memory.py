@@ -49,7 +49,7 @@ def estimate_upper_bound(
     num_bytes: int,
     collectives: Iterable[Collective] = (),
     recomputes: bool = False,
-    # XLA adds copies and gaps that no rule predicts, so a margin is added to the count (decisions/0165).
+    # XLA adds copies and gaps that follow no rule, so a margin is added to the counted bytes (decisions/0165).
 ) -> int:
     """Return an upper bound of the bytes that XLA for GPUs needs besides a step's arguments.
 
@@ -63,7 +63,7 @@ def estimate_upper_bound(
     return int(num_bytes * (_RECOMPUTED if recomputes else _MORE)) + _WORKSPACE + combined
 
 
-# XLA's latency-hiding scheduler puts weight gradients last, so their operands stay longer (decisions/0165).
+# XLA's scheduler puts operations that compute weight gradients last, so their operands stay in memory (decisions/0165).
 def order_gradients_last(ops: Sequence[Op]) -> list[Op]:
     """Return operations in XLA's order: those that compute weight gradients after the backward pass, and updates last.
 
@@ -193,7 +193,8 @@ class BlockMemory:
             for value in new:
                 last.setdefault(id(value), number)
             for operand in _find_padded_operands(op):
-                if id(operand) not in copies:  # the forward product makes it, and the gradient reuses it
+                # The forward product makes the padded copy, and the gradient's products reuse it.
+                if id(operand) not in copies:
                     copies[id(operand)] = Value(operand.shape, operand.dtype, operand.producer, operand.index)
                     made[number] = [*made[number], copies[id(operand)]]
                 last[id(copies[id(operand)])] = number
@@ -246,7 +247,8 @@ class BlockMemory:
         if body.return_values[result.index] is body.arguments[result.index]:
             return self.find_buffers(operand)
         taken = self._reuse_buffer(operand, result)
-        # Several results of a loop may have one initial operand, such as zeros. Only the first can reuse its memory.
+        # Several results of a loop may start from one operand, such as zeros. Only the first of them can reuse its
+        # memory.
         is_first = all(each is not operand for each in op.operands[: result.index])
         return taken if is_first and not any(id(root) in self._kept for root in taken) else (result,)
 
@@ -257,7 +259,7 @@ class BlockMemory:
 
     def _is_materialized(self, value: Value) -> bool:
         made = value.producer
-        # A broadcast scalar is computed inside each kernel that reads it, so it needs no buffer.
+        # Each kernel that reads a broadcast scalar computes it, so it needs no buffer.
         is_number = made is not None and made.name == "broadcast_in_dim" and made.operands[0].size == 1
         return any(
             (use.is_fused and not is_number) or use.name in MATERIALIZING or use.name in COLLECTIVE_NAMES
@@ -284,8 +286,8 @@ class BlockMemory:
         if op.name in ("gather", "dynamic_slice"):
             self.traffic += 2 * sum(value.num_bytes for value in new)
         else:
-            # XLA either recomputes an operand from its sources or stores it, whichever reads fewer bytes. So count the
-            # smaller total, of the sources or of the operands.
+            # XLA either stores the operands or recomputes them from their sources, whichever means fewer bytes to read.
+            # So count the smaller total.
             operands = {id(value): value for value in op.operands}.values()
             read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
             self.traffic += read + sum(value.num_bytes for value in new)
@@ -296,7 +298,7 @@ def _find_padded_operands(op: Op) -> Sequence[Value]:
     if op.name != "dot_general" or op.operands[0].dtype not in ("bfloat16", "float16") or not op.flops:
         return ()
     left, right = op.operands
-    length = op.flops // (2 * op.results[0].size)  # number of summed elements
+    length = op.flops // (2 * op.results[0].size)  # number of products that are summed for each element
     batch = left.size * right.size // (op.results[0].size * length**2)
     return [
         each for each in op.operands if any(n % _MULTIPLE for n in (length, each.size // (batch * length)))

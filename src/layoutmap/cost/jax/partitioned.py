@@ -117,9 +117,10 @@ class _BlockReader:
         if kind in COLLECTIVE_KINDS and line.opcode != kind and kind != "all-reduce":
             shape = _split_tuple_shape(shape)[
                 1
-            ]  # a started collective returns a tuple of its operand and its result
+            ]  # an asynchronous collective returns a tuple of its operand and its result
         line = line._replace(opcode=kind, shape=shape)
-        # XLA may combine several collectives into one that returns a tuple, so split it into one for each element.
+        # XLA may combine several collectives into one that returns a tuple, so split it into one collective for each
+        # element.
         if kind in COLLECTIVE_KINDS and kind != "all-to-all" and shape.startswith("("):
             parts = zip(operands, _split_tuple_shape(shape), strict=True)
             return [
@@ -151,7 +152,7 @@ class _BlockReader:
     def _set_op_fields(self, op: Op, line: Instruction, known: Sequence[Integers]) -> None:
         """Set the fields of an operation that depend on its attributes, such as its dims, FLOPs, and inner blocks."""
         if line.opcode in COLLECTIVE_KINDS:
-            op.dims, op.group = self._positions.find_collective_dims(line.arguments)
+            op.dims, op.group = self._positions.find_collective_dims_and_group_size(line.arguments)
         elif line.opcode == "dynamic-slice":
             op.dims = self._positions.find_slice_dims(known[1:])
             op.name = "slice" if op.dims else op.name
@@ -183,7 +184,7 @@ class _MeshPositions:
         self._devices = np.arange(mesh.size)
         self._coords = dict(zip(mesh.dim_names, np.unravel_index(self._devices, mesh.shape), strict=True))
 
-    def find_collective_dims(self, attributes: str) -> tuple[tuple[str, ...], int]:
+    def find_collective_dims_and_group_size(self, attributes: str) -> tuple[tuple[str, ...], int]:
         """Return a collective's mesh dims and group size, or 0 for groups of all devices along these dims."""
         if "source_target_pairs=" in attributes:
             ends = np.array(list_permute_pairs(attributes), int).reshape(-1, 2)
@@ -255,7 +256,7 @@ def _count_library_call_flops(op: Op, line: Instruction) -> int:
         return 2 * op.results[0].size * length
     if not target.startswith("__cudnn$conv"):
         return 0
-    # cuDNN's gradients have the labels of the forward convolution, so find its kernel and its result.
+    # For a gradient of a convolution, the labels are those of the forward pass, so find the forward kernel and result.
     operands, result = op.operands, op.results[0]
     if target.endswith("BackwardInput"):
         return _count_convolution_flops(operands[0], operands[1], line)
@@ -281,7 +282,7 @@ def _read_attribute(line: Instruction, pattern: str) -> str:
 
 def _count_loop_trips(op: Op) -> int:
     """Return the iterations of a loop that compares a counter with a constant, or 1 for other loops."""
-    block = op.blocks[-2]  # the condition of the loop, because its body is the last block
+    block = op.blocks[-2]  # the condition of the loop, as the body is the last block
     root = block.return_values[0].producer
     if root is None or root.name != "compare":
         return 1
@@ -306,7 +307,7 @@ def _make_values(shape: str) -> Any:
     """Return a new value of a shape in HLO's notation, or a list of values for a tuple."""
     if not shape.startswith("("):
         found = SHAPE.search(shape)
-        # A text that is no shape is a token, so return a value without elements.
+        # If the text is no shape, the value is a token, so return a value without elements.
         return Value(_parse_shape(shape), convert_dtype_name(found[1])) if found else Value((0,), "bool")
     return [_make_values(each) for each in _split_tuple_shape(shape)]
 

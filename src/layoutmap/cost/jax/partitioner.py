@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layoutmap.cost.jax.compiler_process import MODULE, answer_and_exit, answer_from_dump_file
 
-_MOST_SECONDS = 10  # longest time to wait for the dump after compilation
+_MOST_SECONDS = 10  # longest time to wait for XLA's dump after compilation
 _MOST_DEVICES = 2048
 _PRINTS = ("dump_to=.", "dump_hlo_pass_re=spmd-partitioning", "dump_hlo_as_text", "dump_large_constants")
 ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -24,7 +24,7 @@ ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_C
 def main(num_devices: str) -> None:
     """Partition the module in the current folder, write the result to stdout, and end this process."""
     with answer_and_exit() as answer:
-        # With one device, XLA does not partition, so the answer is the module before optimization.
+        # With one device, XLA does not partition the module, so the answer is the module before optimization.
         dump_name = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
 
         answer_from_dump_file(answer, dump_name, _read_complete_file)
@@ -42,7 +42,8 @@ def _compile_module(module: bytes, num_devices: int) -> None:
     import numpy as np
     from jaxlib import xla_client
 
-    # The client supports only 2,048 devices. The module never runs, so one device may stand for several of a mesh.
+    # The client supports only 2,048 devices. The module is never run, so one device may stand for several devices of a
+    # mesh.
     client = xla_client.make_cpu_client(num_devices=min(num_devices, _MOST_DEVICES))
     options = xla_client.CompileOptions()
     options.num_partitions = num_devices

@@ -42,10 +42,10 @@ class Target:
 
     platform: str  # JAX's name of the platform: "cpu", "cuda", or "tpu"
     extra: str = ""  # extra of layoutmap that installs the compiler; empty: the compiler comes with JAX
-    packages: tuple[str, ...] = ()  # packages of the extra
-    modules: tuple[str, ...] = ()  # if any of these can be imported, the extra is installed
+    packages: tuple[str, ...] = ()  # packages that the extra installs
+    modules: tuple[str, ...] = ()  # the extra is installed if any of these can be imported
     config: str = ""  # XLA's description of a GPU, as protobuf text
-    chip: str = ""  # TPU chip, such as "v5p"
+    chip: str = ""  # name of a TPU chip, such as "v5p"
 
     def choose_sides(self, num_devices: int) -> list[int]:
         """Return the sides of a TPU slice with `num_devices` chips, as close to a cube or a square as possible.

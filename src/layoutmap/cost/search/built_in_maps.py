@@ -41,7 +41,7 @@ def iterate_built_in_maps(
     model: SearchedModel,
     roles: MeshRoles,
     preset: str | None,
-    # The cost of built-in maps is computed like that of all maps, so no result is slower (decisions/0094).
+    # The search counts the cost of these maps like that of others, so its result is at least as fast (decisions/0094).
 ) -> Iterator[BuiltInMap]:
     """Yield the layout maps that people usually choose for a mesh.
 
@@ -83,16 +83,16 @@ def iterate_built_in_maps(
         found.append((f"{name}, alternating", {**layouts, **alternating}, batch if fsdp else free))
     for dim in (roles.data_dim, roles.model_dim):
         tables = {g: _make_axis_specs(g, g.find_axes("rows"), dim, roles) for g in kernels}
-        found.append((f"rows of tables over {dim}", _drop_unsharded(tables), free))
+        found.append((f"rows of tables over {dim}", _drop_unsharded_specs(tables), free))
         banks = {
             g: _make_axis_specs(g, (0,), dim, roles)
             for g in kernels
             if g.rank > 2 and 0 not in g.find_axes("in")
         }
-        found.append((f"experts over {dim}", _drop_unsharded(banks), free))
+        found.append((f"experts over {dim}", _drop_unsharded_specs(banks), free))
     known: set[object] = set()
     for name, layouts, blocks in found:
-        key = frozenset(_drop_unsharded(layouts).items()), frozenset(blocks.items())
+        key = frozenset(_drop_unsharded_specs(layouts).items()), frozenset(blocks.items())
         if key not in known and (layouts or name == "data parallel"):
             yield BuiltInMap(name, roles, model.make_layout_map(roles, layouts, blocks), layouts, blocks)
         known.add(key)
@@ -110,7 +110,7 @@ def _make_axis_specs(
     return None
 
 
-def _drop_unsharded(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
+def _drop_unsharded_specs(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
     """Return only the layouts that shard an axis."""
     return {group: specs for group, specs in layouts.items() if specs is not None and any(specs)}
 
@@ -124,7 +124,7 @@ def _choose_alternating_axes(
         g for g in kernels if g.rank == 2 and g.find_axes("in") and g.find_axes("out") and g.head_size is None
     ]
     if model.blocks and all(group.parity is None for group in dense):
-        return  # because Megatron's split already alternates between consecutive kernels of a block
+        return  # Megatron's split already alternates between the kernels in a block
     every = sorted((positions[path], path) for group in dense for path in group.paths)
     order = {path: position for position, (_, path) in enumerate(every)}
     for group in dense:
@@ -137,7 +137,7 @@ def _iterate_preset_map(
     try:
         made = _make_preset_rules(preset, roles, fsdp=fsdp)
         yield make_built_in_map(name, model, roles, made)
-    except LayoutMapError:  # a rule of the preset does not fit the mesh, so skip this map
+    except LayoutMapError:  # the preset has a rule that does not fit the mesh, so skip this map
         return
 
 

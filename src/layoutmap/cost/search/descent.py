@@ -86,7 +86,7 @@ def _descend_from(point: Point, sizes: Sequence[int], key_cache: RankingKeyCache
     rng.shuffle(coordinates)
     unchanged = 0
     for n in itertools.cycle(coordinates):
-        # Put the current choice first, because `min` returns the first of equal choices.
+        # Put the current choice first, because `min` returns the first of the choices with equal keys.
         choices = sorted(range(sizes[n]), key=lambda c: c != point[n])
         best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=key_cache)
         unchanged = unchanged + 1 if best == point else 0

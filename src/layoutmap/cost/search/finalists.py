@@ -12,12 +12,12 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_candidate, is_better
 from layoutmap.cost.verified import TooLargeError, Verified
 
-_OTHERS = 2  # number of next best maps to compile
-_ERROR = 0.05  # relative error of counted times
-_SMALL = 1e-3  # seconds; estimates of shorter steps are least exact, as XLA changes small collectives, so compile all
+_OTHERS = 2  # number of maps to compile besides the best one
+_ERROR = 0.05  # relative error of estimated step times
+_SMALL = 1e-3  # seconds; estimates of shorter steps are the least exact, so all maps are compiled
 
 
-def choose_best_compiled(
+def choose_best_compiled_map(
     outcome: SearchOutcome, compute_compiled_cost: Callable[[Candidate], MapCost]
 ) -> SearchOutcome:
     """Compile the best and the built-in maps, and return the outcome with the map that is best as compiled.
@@ -31,7 +31,8 @@ def choose_best_compiled(
     is_complete = outcome.is_complete
     try:
         for each in (outcome.best, *outcome.runners_up[:_OTHERS], *outcome.built_in_maps):
-            # Skip a map whose estimate, reduced by twice the largest error so far, is slower than the fastest map.
+            # Skip a map that would be slower than the fastest one even if its estimate were twice the largest error too
+            # high.
             if each.cost is None or each.cost_key in compiled:
                 continue
             if each.cost.seconds * (1 - 2 * error) > fastest:
@@ -69,21 +70,21 @@ def choose_best_compiled(
     )
 
 
-def search_near_compiled(
-    counted: SearchOutcome, compiled: SearchOutcome, search_near: Callable[[Candidate], SearchOutcome]
+def search_around_best_compiled_map(
+    estimated: SearchOutcome, compiled: SearchOutcome, search_around: Callable[[Candidate], SearchOutcome]
 ) -> SearchOutcome:
-    """Search around the best compiled map with `search_near`, unless the estimates had ranked the same map first.
+    """Search around the best compiled map with `search_around`, unless the estimates had ranked the same map first.
 
-    Returns the better result of `compiled` and the new search. `counted` is the outcome before maps were compiled.
+    Returns the better result of `compiled` and the new search. `estimated` is the outcome before maps were compiled.
     """
-    first, was = compiled.best, counted.best.layout_map
+    first, was = compiled.best, estimated.best.layout_map
     same = next((each for each in compiled.runners_up if each.layout_map is was), None)
     if not compiled.is_complete or first.compiled_bytes is None or first.layout_map is was:
         return compiled
     if same is not None and not is_better(first, same):
         return compiled
     try:
-        further = search_near(first)
+        further = search_around(first)
     except KeyboardInterrupt:
         return replace(compiled, is_complete=False)
     found = replace(compiled, maps=compiled.maps | further.maps, is_complete=further.is_complete)
@@ -93,7 +94,7 @@ def search_near_compiled(
     return replace(found, best=best, runners_up=(first, *found.runners_up)) if is_new else found
 
 
-def choose_first_fitting(
+def choose_first_map_that_fits(
     outcome: SearchOutcome, verify: Callable[[Candidate], Verified], max_bytes: int
 ) -> tuple[SearchOutcome, Verified | None]:
     """Compile the best maps until one fits. Return the outcome with it, and XLA's sizes, or None after an interrupt.

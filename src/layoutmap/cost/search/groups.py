@@ -11,7 +11,7 @@ from functools import cached_property
 from layoutmap.core.paths import split_at_numbers
 from layoutmap.core.variables import Kind, VariableSpec
 
-_SMALL = 0.001  # share of all bytes below which a search chooses no layout for a group
+_SMALL = 0.001  # the search chooses no layout for a group with less than this share of all bytes
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class VariableGroup:
 
     paths: tuple[str, ...]
     shape: tuple[int, ...]
-    roles: tuple[str, ...]  # of its axes, as in `VariableSpec.use.roles`; empty: unknown
-    num_bytes: int  # global size of all variables
-    head_size: int | None = None  # size of an attention head, if the heads share one axis
-    # item of a list modulo 2, because Megatron's split alternates between the items; None: the variables are in no list
+    roles: tuple[str, ...]  # roles of the axes, as in `VariableSpec.use.roles`; empty: unknown
+    num_bytes: int  # bytes of all variables together, unsharded
+    head_size: int | None = None  # size of an attention head, if one axis contains all heads
+    # index in a list of layers, modulo 2, because Megatron's split alternates between the layers; None: not in a list
     parity: int | None = None
 
     @property
@@ -52,7 +52,7 @@ class VariableGroup:
         if not (self.find_axes("in") and self.find_axes("out")):
             return (self.shape, self.roles)
         inside, outside = (math.prod(self.shape[a] for a in self.find_axes(role)) for role in ("in", "out"))
-        if self.rank > 2:  # heads have their own axis, so equal roles mean equal choices
+        if self.rank > 2:  # heads have an axis of their own, so groups with equal roles have equal choices
             return (self.roles,)
         how = (inside > outside) - (inside < outside) or (self.split_layer_path[-1], self.parity)
         return (self.roles, self.head_size is None, how)

@@ -14,11 +14,11 @@ from layoutmap.cost.search.descent import BudgetSpent, Point, RankingKey, find_m
 from layoutmap.cost.search.space import LayoutSpace, SearchedModel
 from layoutmap.rules.rule_set import RuleSet
 
-_MESHES = 3  # number of meshes on which the search varies layouts
+_MESHES = 3  # number of meshes on which the search tries maps other than the built-in ones
 TIE = 0.01
 """Relative difference of time or memory below which two maps tie, because estimates are less exact."""
 
-_FAR = 2  # if the best built-in map exceeds the memory by this factor, search only with recomputing
+_FAR = 2  # if the best built-in map needs this many times the memory, search only with recomputing
 _SEARCHED = "found"
 _OTHERS = 4
 
@@ -28,8 +28,8 @@ class MapCost:
     """Time and peak memory of a step with a layout map."""
 
     seconds: float
-    peak_bytes: int  # per device
-    serial_seconds: float = 0.0  # time without overlap, which decides between equally fast maps
+    peak_bytes: int  # bytes of memory of each device at the peak
+    serial_seconds: float = 0.0  # time if nothing overlapped, which decides between equally fast maps
 
 
 EvaluateFn = Callable[[RuleSet], MapCost]
@@ -40,13 +40,13 @@ OnTried = Callable[[int, "Candidate"], object]
 class Candidate:
     """Layout map with its cost."""
 
-    name: str  # such as "fully sharded" for a built-in map, or "found"
+    name: str  # name of a built-in map, such as "fully sharded", or "found"
     layout_map: RuleSet
-    cost: MapCost | None  # None: the map cannot be used
-    max_bytes: int  # memory of a device in bytes
-    why_not: str = ""  # why the map cannot be used
+    cost: MapCost | None  # cost of the map; None: the map cannot be used
+    max_bytes: int  # bytes of memory of a device
+    why_not: str = ""  # why the map cannot be used; empty: it can
     recomputes: bool = False  # whether blocks recompute activations in the backward pass
-    compiled_bytes: int | None = None  # peak by XLA's compiler; None: not compiled
+    compiled_bytes: int | None = None  # peak according to XLA's compiler; None: not compiled
 
     @property
     def missing_bytes(self) -> float:
@@ -78,11 +78,11 @@ class SearchOutcome:
     """Outcome of a search."""
 
     best: Candidate
-    built_in_maps: tuple[Candidate, ...]  # best first
-    maps: frozenset[str]  # YAML of each map that was tried, with or without recomputing
-    is_complete: bool  # False after an interrupt
-    runners_up: tuple[Candidate, ...] = ()  # next best maps, in case XLA needs more memory
-    without_recomputing: Candidate | None = None  # best map without recomputing, if the best one recomputes
+    built_in_maps: tuple[Candidate, ...]  # the best one first
+    maps: frozenset[str]  # YAML text of each map that was tried, with or without recomputing
+    is_complete: bool  # False if the search was interrupted
+    runners_up: tuple[Candidate, ...] = ()  # next best maps, in case XLA needs more memory for the best
+    without_recomputing: Candidate | None = None  # best map without recomputing, if `best` recomputes
 
     @property
     def num_tried(self) -> int:
@@ -171,7 +171,8 @@ class _LimitedSearch:
         for position, roles in enumerate(meshes):
             on_mesh = [built_in_maps[n] for n in order if built_in_maps[n].roles == roles]
             space = LayoutSpace(model, roles, extra_layouts=[(e.layouts, e.output_specs) for e in on_mesh])
-            # Meshes with the best built-in maps come first, so each one gets half of the remaining budget.
+            # Meshes with the best built-in maps come first, so give each mesh half of the maps that are left, and the
+            # last one all.
             max_maps = self.num_left if position == len(meshes) - 1 else self.num_left // 2
             if max_maps < 1:
                 break
@@ -230,7 +231,7 @@ def is_better(new: Candidate, old: Candidate) -> bool:
     return (new.ranking_key[0], new.ranking_key[1]) < (old.ranking_key[0], old.ranking_key[1] * (1 - TIE))
 
 
-# The budget is a number of maps, not a time, so that equal seeds give equal results (decisions/0094).
+# The search ends after a number of maps, not after a time, so that equal seeds give equal results (decisions/0094).
 def search_maps(
     model: SearchedModel,
     built_in_maps: Iterable[BuiltInMap],
@@ -262,7 +263,7 @@ def search_maps(
     try:
         with contextlib.suppress(BudgetSpent):
             usual.search_from(
-                model, built_in_maps, seed, lambda: not (evaluate_remat and _is_far_too_large(usual))
+                model, built_in_maps, seed, lambda: not (evaluate_remat and _needs_far_too_much_memory(usual))
             )
         if evaluate_remat is not None and _can_recomputing_help(usual):
             with contextlib.suppress(BudgetSpent):
@@ -277,7 +278,8 @@ def search_maps(
         best, without_recomputing = remat.choose_best(), best
     if best is None or best.missing_bytes:
         raise _make_no_fit_error(best, max_bytes, len(maps))
-    rows: dict[object, Candidate] = {}  # each built-in map, with or without recomputing, whichever is better
+    # By name and mesh, the better one of each built-in map with and without recomputing.
+    rows: dict[object, Candidate] = {}
     found = (each for search in searches for each in search.built_in_maps)
     for each in sorted(found, key=lambda each: each.ranking_key):
         rows.setdefault((each.name, each.layout_map.mesh), each)
@@ -289,7 +291,8 @@ def search_maps(
     )
 
 
-def _is_far_too_large(search: _LimitedSearch) -> bool:
+def _needs_far_too_much_memory(search: _LimitedSearch) -> bool:
+    """Return whether the best map of a search needs more than `_FAR` times the memory of a device."""
     best = search.choose_best()
     return best is not None and best.missing_bytes > (_FAR - 1) * best.max_bytes
 

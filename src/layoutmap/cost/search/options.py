@@ -19,14 +19,14 @@ from layoutmap.core.specs import (
     format_batch_dim,
     list_batch_dims,
     make_spec,
-    replace_unsharded,
+    replace_unsharded_by_none,
 )
 from layoutmap.cost.search.groups import VariableGroup
 
 
 def get_specs(layout: Layout) -> Specs:
     """Return the sharding specs of a layout, with None for each unsharded axis."""
-    return replace_unsharded(layout.sharding_specs)
+    return replace_unsharded_by_none(layout.sharding_specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Option:
     """Choice of a layout for a variable group, independent of the mesh."""
 
     model_axis: int | None = None  # axis that the model dim shards
-    shards_data_dim: bool = False  # whether the data dim shards an axis, so that each use gathers the weight
+    shards_data_dim: bool = False  # whether the data dim also shards an axis, so that each use gathers
 
 
 REPLICATED = Option()
@@ -45,9 +45,9 @@ class MeshRoles:
     """Mesh of a search, with the roles of its dims: one shards the batch, and one shards layers."""
 
     mesh: Mesh
-    data_dim: str | None  # dim that shards the batch, and weights if needed; None: no dim shards the batch
-    model_dim: str | None  # dim that shards layers; None: only dims that shard the batch have several devices
-    replica_dims: tuple[str, ...] = ()  # further dims that shard the batch and no weight
+    data_dim: str | None  # dim that shards the batch, and if needed weights; None: no dim shards the batch
+    model_dim: str | None  # dim that shards layers; None: all dims of several devices shard the batch
+    replica_dims: tuple[str, ...] = ()  # further dims that shard the batch, but no weights
 
     @property
     def batch_dim(self) -> BatchDim | None:

@@ -62,13 +62,13 @@ def _make_candidate_row(candidate: Candidate, is_found: bool) -> tuple[str, ...]
     return (name, mesh, format_duration(cost.seconds), format_bytes(cost.peak_bytes), status)
 
 
-def explain_recomputing(outcome: SearchOutcome, layers: str, how: str) -> str:
-    """Return why the result recomputes the activations of `layers`, and `how` to do so, or "" if it does not."""
+def explain_recomputation(outcome: SearchOutcome, layers_text: str, instructions: str) -> str:
+    """Return text that says why the best map recomputes activations, and how to, or "" if it does not recompute any."""
     before, best = outcome.without_recomputing, outcome.best
     if before is None or before.cost is None or best.cost is None:
         return ""
     why = f"no map fits, and the nearest needs {format_bytes(before.cost.peak_bytes)} per device"
     if not before.missing_bytes:
         why = f"the best map takes {format_duration(before.cost.seconds)} a step"
-    needed = f"It needs the activations inside of {layers} to be recomputed in the backward pass"
-    return f"{needed}: without that {why}.\n{how}"
+    needed = f"It needs the activations inside of {layers_text} to be recomputed in the backward pass"
+    return f"{needed}: without that {why}.\n{instructions}"

@@ -38,7 +38,7 @@ class SearchCache:
 
     def _read_file(self) -> dict[str, dict[str, Any]]:
         try:
-            if not os.path.isfile(self._path):  # opening a named pipe would block, so refuse it first
+            if not os.path.isfile(self._path):  # opening a named pipe would block forever, so refuse it
                 raise ValueError("no regular file")
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)
@@ -59,7 +59,7 @@ class SearchCache:
         """Return a function that calls `evaluate` only if the file has no cost of the map for this step."""
         costs_by_map = self._all.setdefault(fingerprint, {})
 
-        def evaluate_uncached(layout_map: RuleSet) -> MapCost:
+        def evaluate_without_cache(layout_map: RuleSet) -> MapCost:
             key = hashlib.sha256(layout_map.to_yaml().encode()).hexdigest()[:16]
             known = costs_by_map.get(key)
             if known is None:
@@ -68,7 +68,7 @@ class SearchCache:
                 return found
             return MapCost(float(known[0]), int(known[1]), float(known[2]))
 
-        return evaluate_uncached
+        return evaluate_without_cache
 
     def write_file(self) -> None:
         """Write all costs to the file. If that fails, warn and leave the file unchanged."""

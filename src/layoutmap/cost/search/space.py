@@ -34,7 +34,7 @@ class BlockStack:
     """Repeated layers, each of which passes its output to the next."""
 
     paths: tuple[str, ...]
-    shape: tuple[int, ...]  # of the output of each layer, with the batch axis first
+    shape: tuple[int, ...]  # shape of each layer's output, with the batch axis first
 
 
 def find_block_stacks(
@@ -65,7 +65,7 @@ class SearchedModel:
 
     variables: tuple[VariableSpec, ...]
     blocks: tuple[BlockStack, ...] = ()
-    kept: RuleSet | None = None  # rules that come first in every map, and that the search does not change
+    kept: RuleSet | None = None  # first rules of each map, which the search does not change
 
     @cached_property
     def groups(self) -> tuple[VariableGroup, ...]:

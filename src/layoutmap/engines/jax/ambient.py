@@ -53,7 +53,7 @@ def use_mesh(mesh: AnyMesh) -> AbstractContextManager[object]:
 def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
     """Return whether `jax.set_mesh` has set a mesh unlike `mesh`. Always return False inside `jax.shard_map`."""
     ambient = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in ambient.axis_types:  # inside `jax.shard_map` arrays are local
+    if AxisType.Manual in ambient.axis_types:  # in `jax.shard_map`, arrays are local, so no mesh conflicts
         return False
     return not ambient.empty and (ambient.shape, ambient.axis_types) != (mesh.shape, mesh.axis_types)
 
@@ -82,7 +82,7 @@ def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
     return jax.tree.map(move_leaf, tree)
 
 
-def warn_about_axis_types(mesh: AnyMesh) -> None:
+def warn_of_different_axis_types(mesh: AnyMesh) -> None:
     """Warn if the mesh of `jax.set_mesh` and a different mesh of a model differ only in their axis types."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.shape != mesh.shape:

@@ -15,7 +15,7 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends, make_
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import make_element_type_error, make_non_numeric_error
 from layoutmap.engines.jax.devices import Device, get_device_name
-from layoutmap.engines.jax.padded import PaddedArray, Shape, make_padded_reader, unwrap_padded
+from layoutmap.engines.jax.padded import PaddedArray, Shape, make_padded_reader, unwrap_padded_array
 from layoutmap.engines.protocol import Array
 
 
@@ -87,7 +87,7 @@ def create_from_blocks(
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces, dtype=dtype)
 
 
-def constrain_traced(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+def constrain_traced_array(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Return a traced array constrained to a sharding, under the axis types of the mesh with which it is traced."""
     mesh = jax.typeof(array).sharding.mesh
     if mesh.empty:
@@ -126,7 +126,7 @@ def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Ind
         return
     seen: set[Ends] = set()
     data = jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
-    for shard in unwrap_padded(data).addressable_shards:
+    for shard in unwrap_padded_array(data).addressable_shards:
         if isinstance(array, PaddedArray):
             index, values = array.read_unpadded_shard(shard)
         else:

@@ -50,9 +50,9 @@ from layoutmap.engines.jax import far_products
 from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.meshless import remove_sharding
 from layoutmap.engines.patches import ClosingContext, Patches
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 
-with ImportGuard("jax"):
+with ImportErrorConverter("jax"):
     from jax._src.interpreters.mlir import lower_with_sharding_in_types as _lower_with_sharding
     from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings
     from jaxlib.mlir.dialects import sdy as _sdy
@@ -104,7 +104,8 @@ class _LoweringPatch:
 
     def __init__(self, primitive: Primitive, replacement: Computation, is_wrong: IsWrong = lambda _: True):
         self._primitive, self._replacement, self._is_wrong = primitive, replacement, is_wrong
-        # Each table with JAX's entry and its replacement, recorded before the change so that an interrupt loses none.
+        # Tuples of a table of rules, JAX's entry in it, and the replacement. A tuple is added before its table changes,
+        # so that an interrupt loses no entry.
         self._replaced: list[tuple[dict[Primitive, Any], object, object]] = []
 
     def install(self) -> None:
@@ -229,7 +230,7 @@ mlir.register_lowering(_gather_axes_p, _lower_gather_axes)
 # -- pooling
 
 
-def _select_and_scatter_gathered(
+def _compute_select_and_scatter_on_gathered(
     operand: jax.Array, source: jax.Array, initial: jax.Array, **params: Any
 ) -> jax.Array:
     """Compute `select_and_scatter_p` with operands and result gathered along the axes on which its windows move."""
@@ -240,7 +241,9 @@ def _select_and_scatter_gathered(
     return _gather_axes(result, axes)
 
 
-def _select_and_gather_gathered(tangents: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
+def _compute_select_and_gather_on_gathered(
+    tangents: jax.Array, operand: jax.Array, **params: Any
+) -> jax.Array:
     """Compute `select_and_gather_add_p` with operands gathered along the axes on which its windows move."""
     axes = _find_window_axes(**params)
     result = lax.select_and_gather_add_p.bind(
@@ -310,11 +313,11 @@ def _scatter_without_padding(
         return _gather_axes(primitive.bind(operand, indices, updates, **params), written)
     rows = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
     uneven = {axis for axis in rows if not _is_divisible_by_devices(updates.shape[axis])}
-    # Mask only additions, because 0 is neutral for them. Gather an axis of size 1, because XLA assumes index 0 on it
-    # even in shards without that element.
+    # Mask only if the scatter adds, because 0 is neutral only then. Gather an axis of size 1, because XLA assumes index
+    # 0 on it, even in shards without this element.
     masked = {axis for axis in uneven if updates.shape[axis] > 1 and primitive is lax.scatter_add_p}
     for axis in masked:
-        # Without the barrier, XLA would fold the comparison to True before it pads the shards.
+        # Without the barrier, XLA would replace the comparison by True before it pads the shards.
         end = lax.optimization_barrier(np.int32(updates.shape[axis]))
         is_element = lax.broadcasted_iota(np.int32, updates.shape, axis) < end
         updates = lax.select(is_element, updates, jnp.zeros_like(updates))
@@ -433,7 +436,7 @@ def _compute_fft(value: jax.Array, *, fft_type: lax.FftType | str | int, **param
 # -- convolutions
 
 
-def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+def _compute_convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Compute a convolution by operations that XLA partitions correctly (see the module's docstring)."""
     lhs_spec, rhs_spec, _ = numbers = params["dimension_numbers"]
     groups, by_batch = params["feature_group_count"], params["batch_group_count"] > 1
@@ -444,7 +447,7 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
         operands = [_gather_axes(each, range(each.ndim)) for each in (lhs, rhs)]
         return lax.conv_general_dilated_p.bind(*operands, **params)
     is_product = groups > 1 and math.prod(map(min, windows, result_sizes)) == 1
-    # Gather on a mesh with one dim, too, because Shardy splits a dim after a reshape.
+    # Gather spatial axes even on a mesh with one dim, because Shardy splits a dim into several after a reshape.
     lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
     if by_batch and math.prod(result_sizes):
         return _convolve_batch_groups(result_sizes, lhs, rhs, **params)
@@ -454,7 +457,7 @@ def _convolve(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     )
     if is_product:
         return _convolve_as_product(result_sizes, lhs, rhs, **params)
-    if groups > 1:  # XLA inverts the permutation of the result's axes, so transpose the result separately
+    if groups > 1:  # XLA would transpose the result in the wrong direction, so transpose it here
         numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
     result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
     result = _gather_axes(_gather_within_groups(result, numbers.out_spec[1], groups), numbers.out_spec[2:])
@@ -492,12 +495,12 @@ def _convolve_batch_groups(
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
         last = [start + length for start, length in zip(first, lengths, strict=True)]
         window = lax.slice(lhs, (0, 0, 0, *first), (*lhs.shape[:3], *last), (1, 1, 1, *dilation))
-        if lhs.shape[1] == rhs.shape[1] == 1:  # one feature per group, so multiply elements, not matrices
+        if lhs.shape[1] == rhs.shape[1] == 1:  # groups have one feature, so multiply elements, not matrices
             products = window.astype(sums) * rhs.astype(sums)
             parts.append(products.sum(tuple(range(2, products.ndim)))[:, :, None])
         else:
             parts.append(_multiply_by_einsum("gbf...,gof...->gbo", window, rhs, sums, **params))
-    result = jnp.moveaxis(jnp.stack(parts, -1), 0, 1)  # axes: batch, groups, features, positions
+    result = jnp.moveaxis(jnp.stack(parts, -1), 0, 1)  # now the axes are batch, groups, features, positions
     return _restore_axis_order(
         result.reshape(result.shape[0], -1, *result_sizes).astype(dtype), params["dimension_numbers"]
     )
@@ -577,9 +580,9 @@ def _restore_axis_order(result: jax.Array, dimension_numbers: lax.ConvDimensionN
 _PATCHES = Patches(
     [
         _LoweringPatch(lax.dot_general_p, _multiply_arrays),
-        _LoweringPatch(lax.conv_general_dilated_p, _convolve),
-        _LoweringPatch(lax.select_and_scatter_p, _select_and_scatter_gathered),
-        _LoweringPatch(lax.select_and_gather_add_p, _select_and_gather_gathered),
+        _LoweringPatch(lax.conv_general_dilated_p, _compute_convolution),
+        _LoweringPatch(lax.select_and_scatter_p, _compute_select_and_scatter_on_gathered),
+        _LoweringPatch(lax.select_and_gather_add_p, _compute_select_and_gather_on_gathered),
         *(
             _LoweringPatch(each, functools.partial(_scatter_without_padding, each))
             for each in (

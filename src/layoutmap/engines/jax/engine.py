@@ -43,7 +43,7 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.jax.arrays import (
     canonicalize_values,
-    constrain_traced,
+    constrain_traced_array,
     convert_dtype,
     create_from_blocks,
     iterate_device_values,
@@ -53,7 +53,13 @@ from layoutmap.engines.jax.arrays import (
 from layoutmap.engines.jax.devices import Device, bind_mesh, find_devices, list_device_names, simulate_devices
 from layoutmap.engines.jax.layouts import ArrayLayouts
 from layoutmap.engines.jax.moving import make_mover
-from layoutmap.engines.jax.padded import PaddedArray, Shape, change_padding, unwrap_padded, wrap_padded
+from layoutmap.engines.jax.padded import (
+    PaddedArray,
+    Shape,
+    change_padding,
+    unwrap_padded_array,
+    wrap_padded_array,
+)
 from layoutmap.engines.jax.processes import gather_from_processes, share_seeds
 from layoutmap.engines.jax.programs import (
     ShardedProgram,
@@ -138,7 +144,7 @@ class JaxEngine:
                         if assignment.layout.host_memory:
                             array = wait_on_cpu(jax.device_put(array, sharding))
                         if assignment.is_padded:
-                            array = _relayout_padded(array, assignment.padded_shape, sharding)
+                            array = _relayout_padded_array(array, assignment.padded_shape, sharding)
                     else:
                         values = _compute_global_value(
                             assignment, initializer, seeds.get(key), use_shared_seed=bool(devices)
@@ -210,12 +216,12 @@ class JaxEngine:
             array = canonicalize_values(array)
         if isinstance(array, jax.core.Tracer):
             sharding = self._layouts.make_fitting_sharding(layout.replace_memory(None), array.shape, pad=pad)
-            return move_to_memory(constrain_traced(array, sharding), layout.memory)
+            return move_to_memory(constrain_traced_array(array, sharding), layout.memory)
         if layout.memory is None:
             layout = layout.replace_memory(find_memory_kind(array) or None)
         sharding = self._layouts.make_fitting_sharding(layout, array.shape, pad=pad)
         if (padded := layout.pad_shape(array.shape)) != array.shape or isinstance(array, PaddedArray):
-            moved = _relayout_padded(array, padded, sharding)
+            moved = _relayout_padded_array(array, padded, sharding)
             return self._layouts.record_layout(moved, layout, source=array)
         movable = isinstance(array, jax.Array) and (
             sharding.is_fully_addressable or not array.is_fully_addressable
@@ -223,7 +229,7 @@ class JaxEngine:
         if movable:
             moved = wait_on_cpu(jax.device_put(array, sharding))
         elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            # numpy cannot store random keys, so move their data.
+            # numpy cannot store random keys, so relayout their data.
             specs = [*layout.sharding_specs, None]
             data = self.relayout(np.asarray(jax.random.key_data(array)), Layout(specs, layout.mesh))
             wrap = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(array))
@@ -259,7 +265,7 @@ class JaxEngine:
             or isinstance(array, (PaddedArray, jax.core.Tracer))
         ):
             return np.asarray(array)
-        # JAX would cache the host copy of np.asarray in the array, so copy into new memory.
+        # np.asarray would keep its copy in the array, so copy into new memory.
         gathered_values = np.empty(array.shape, array.dtype)
         for index, values in iterate_shards(array):
             gathered_values[index] = values
@@ -359,14 +365,14 @@ def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
     return even
 
 
-def _relayout_padded(array: Array, padded: Shape, sharding: NamedSharding) -> Array:
+def _relayout_padded_array(array: Array, padded: Shape, sharding: NamedSharding) -> Array:
     """Return an array in a sharding, stored with the padded shape `padded`."""
-    stored, shape = unwrap_padded(array), array.shape
+    stored, shape = unwrap_padded_array(array), array.shape
     if isinstance(stored, jax.Array) and (stored.shape, stored.sharding) == (padded, sharding):
         return array
     if isinstance(stored, jax.Array) and stored.sharding.device_set == sharding.device_set:
         with leave_program_context():
-            return wrap_padded(wait_on_cpu(change_padding(stored, shape, padded, sharding)), shape)
+            return wrap_padded_array(wait_on_cpu(change_padding(stored, shape, padded, sharding)), shape)
     values = np.asarray(array)
     return create_from_blocks(shape, values.dtype, sharding, values.__getitem__, padded=padded)
 

@@ -34,9 +34,9 @@ import jax
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.jax.shardy import list_operations, propagate_layouts
 from layoutmap.engines.patches import AttributePatch
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 
-with ImportGuard("jax"):
+with ImportErrorConverter("jax"):
     from jax._src.interpreters import mlir as _mlir
     from jaxlib.mlir import ir as _ir
     from jaxlib.mlir.dialects import sdy as _sdy
@@ -104,7 +104,7 @@ def insert_barriers(module: _ir.Module, program_name: str) -> None:
         products = _list_products(module)
         apart: set[tuple[int, int]] = set()
         replicated: set[tuple[int, int]] = set()
-        while True:  # changing the layouts of one product can change others, so repeat
+        while True:  # a change to the layouts of one product can change those of other products, so repeat
             layouts, to_change = _find_product_layouts(module)
             if not to_change:
                 break
@@ -115,7 +115,8 @@ def insert_barriers(module: _ir.Module, program_name: str) -> None:
                 result = products[number].results[0]
                 if position != _RESULT:
                     _gather_summed_axes(module, products[number], position)
-                elif (number, position) in apart:  # the barrier was not enough, so replicate the result
+                # The barrier did not change the result's layout, so replicate the result.
+                elif (number, position) in apart:
                     _replicate_result(module, result)
                     replicated.add((number, position))
                 else:
@@ -483,7 +484,7 @@ def _label_convolution_axes(op: Any) -> tuple[list[Hashable], list[Hashable], li
     groups = any(op.attributes[name].value > 1 for name in ("feature_group_count", "batch_group_count"))
     lhs[numbers.input_batch_dimension] = result[numbers.output_batch_dimension]
     rhs[numbers.kernel_output_feature_dimension] = result[numbers.output_feature_dimension]
-    if groups:  # features are sharded only between groups, so they are not summed over shards
+    if groups:  # shards contain whole groups, so no sum is over shards
         lhs[numbers.input_feature_dimension] = result[numbers.output_feature_dimension]
     else:
         lhs[numbers.input_feature_dimension] = rhs[numbers.kernel_input_feature_dimension]

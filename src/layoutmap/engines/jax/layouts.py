@@ -22,7 +22,7 @@ from layoutmap.engines.jax.devices import (
     make_named_sharding,
     make_partition_spec,
 )
-from layoutmap.engines.jax.padded import PaddedArray, unwrap_padded, wrap_padded
+from layoutmap.engines.jax.padded import PaddedArray, unwrap_padded_array, wrap_padded_array
 from layoutmap.engines.jax.trees import find_memory_kind
 from layoutmap.engines.protocol import Array, PlacementWithoutLayout
 
@@ -38,7 +38,7 @@ class ArrayLayouts:
     def __init__(self) -> None:
         self._mesh_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
         self._read_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
-        # JAX arrays are not hashable, so use their ids.
+        # By the id of the array, because JAX arrays are not hashable.
         self._mesh_of_array: dict[int, tuple[weakref.ref[Any], Mesh]] = {}
 
     def make_sharding(self, layout: Layout) -> NamedSharding:
@@ -79,7 +79,7 @@ class ArrayLayouts:
 
     def get_layout(self, array: Any) -> Layout | None:
         """Return the layout of an array, or None if it is on no mesh with named dims or no layout expresses it."""
-        array = unwrap_padded(array)
+        array = unwrap_padded_array(array)
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
             return None
@@ -116,8 +116,8 @@ class ArrayLayouts:
             source: The array from which `array` was made. It may be the same object, and keeps its own layout.
         """
         if isinstance(array, PaddedArray):
-            return wrap_padded(
-                self.record_layout(array.array, layout, source=unwrap_padded(source)), array.shape
+            return wrap_padded_array(
+                self.record_layout(array.array, layout, source=unwrap_padded_array(source)), array.shape
             )
         first = self._mesh_of_native[array.sharding.mesh]
         _, made_on = self._mesh_of_array.get(id(array), (None, first))

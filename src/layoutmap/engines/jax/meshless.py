@@ -42,7 +42,8 @@ class _MeshRemover:
     def convert_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         """Return a program without meshes and shardings."""
         eqns = [new for eqn in jaxpr.eqns if (new := self._convert_eqn(eqn)) is not None]
-        outvars: Any = list(map(self._convert_var, jaxpr.outvars))  # JAX's annotation omits literals
+        # `Any`, because JAX annotates variables only, but literals can be results, too
+        outvars: Any = list(map(self._convert_var, jaxpr.outvars))
         return jaxpr.replace(
             constvars=list(map(self._convert_var, jaxpr.constvars)),
             invars=list(map(self._convert_var, jaxpr.invars)),

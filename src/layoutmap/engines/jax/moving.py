@@ -157,7 +157,7 @@ class _ConversionProgram:
         return [wait_on_cpu(array) for array in made]
 
     def _compute_results(self, arrays: Arrays) -> list[jax.Array]:
-        # The next training step may donate the source arrays, so also copy arrays that need no conversion.
+        # The next training step may donate the source arrays, so copy even arrays that need no conversion.
         return [
             jnp.copy(
                 arrays[move.sources[0]]
@@ -168,7 +168,7 @@ class _ConversionProgram:
         ]
 
 
-# JAX cannot slice and split sharded explicit axes, so use auto axes, where the compiler chooses layouts.
+# JAX cannot slice and split a sharded axis if it is explicit, so use auto axes, where the compiler chooses layouts.
 def _make_auto_sharding(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -462,7 +462,7 @@ def _run_collective_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -
             stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.shrunk_axis + 1)
             continue
         groups, size = [*map(list, step.groups)], len(step.groups[0])
-        # XLA exchanges parts of the first axis fastest, so move the axis with the parts to the front.
+        # XLA is fastest if it exchanges parts of the first axis, so move the axis with the parts to the front.
         if step.shrunk_axis is None:
             parts = jax.lax.all_gather(stacked, _DIM, axis_index_groups=groups)
         else:

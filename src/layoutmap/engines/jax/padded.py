@@ -38,7 +38,7 @@ Shape = tuple[int, ...]
 T = TypeVar("T")
 
 
-# JAX would trace into a pytree node, so optimizers would see the padding. So this is an opaque leaf (decisions/0230).
+# JAX would trace into a pytree node, and optimizers would see the padding, so this is an opaque leaf (decisions/0230).
 class PaddedArray:
     """Store an array with padding. `jax.numpy` and numpy read it without the padding.
 
@@ -55,7 +55,8 @@ class PaddedArray:
     __array_priority__ = 100
     committed = True
     is_padded = True
-    # jnp.zeros_like reuses the sharding of committed arrays, which JAX refuses for uneven shapes, so claim to be none.
+    # jnp.zeros_like would copy the sharding of a committed array, which JAX refuses for uneven shapes, so say that this
+    # array is uncommitted.
     _committed = False
     weak_type = False
     sharding = property(operator.attrgetter("array.sharding"))
@@ -92,11 +93,11 @@ class PaddedArray:
             return unpad_array(self.array, self.shape)
         pairs = zip(self.shape, self.array.shape, _list_axis_specs(self.sharding, self.ndim), strict=True)
         spec = PartitionSpec(*(each if size == padded else None for size, padded, each in pairs))
-        return _gather_unpadded(self.array, self.shape, NamedSharding(self.sharding.mesh, spec))
+        return _gather_without_padding(self.array, self.shape, NamedSharding(self.sharding.mesh, spec))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:
         values = np.empty(self.shape, self.dtype)
-        # JAX would cache the host copy of np.asarray in the array, so copy shard by shard.
+        # np.asarray would keep its copy in the array, so copy shard by shard.
         for shard in self.array.addressable_shards:
             index, block = self.read_unpadded_shard(shard)
             values[index] = block
@@ -166,7 +167,7 @@ def unpad_array(array: Array, shape: Sequence[int]) -> Array:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _gather_unpadded(array: jax.Array, shape: Shape, sharding: NamedSharding) -> jax.Array:
+def _gather_without_padding(array: jax.Array, shape: Shape, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(unpad_array(array, shape), sharding)
 
 
@@ -185,12 +186,12 @@ def compute_padded_shape(shape: Sequence[int], sharding: NamedSharding) -> Shape
     return tuple(-(-n // count) * count for n, count in zip(shape, counts, strict=True))
 
 
-def wrap_padded(array: Array, shape: Sequence[int]) -> Array:
+def wrap_padded_array(array: Array, shape: Sequence[int]) -> Array:
     """Return an array as a `PaddedArray` of a logical shape, or unchanged if the array itself has this shape."""
     return array if tuple(array.shape) == tuple(shape) else PaddedArray(array, shape)
 
 
-def unwrap_padded(array: Array) -> Array:
+def unwrap_padded_array(array: Array) -> Array:
     """Return the padded array of a `PaddedArray`, and other values unchanged."""
     return array.array if isinstance(array, PaddedArray) else array
 
@@ -230,13 +231,13 @@ def wrap_for_stored_arrays(
         logical = [each if shape is None else unpad_array(each, shape) for each, shape in pairs]
         return function(*jax.tree.unflatten(tree, logical))
 
-    return call_with_logical_arrays, list(map(unwrap_padded, leaves))
+    return call_with_logical_arrays, list(map(unwrap_padded_array, leaves))
 
 
 def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]) -> BlockReader:
     """Return a reader of padded blocks. It reads unpadded blocks with `read`, and fills the padding with zeros."""
 
-    def read_padded(index: Index) -> NumpyArray:
+    def read_padded_values(index: Index) -> NumpyArray:
         part = intersect_blocks(index, make_full_index(shape))
         if part == index:
             return read(index)
@@ -245,7 +246,7 @@ def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[
             block[make_relative_index(part, index)] = read(part)
         return block
 
-    return read_padded
+    return read_padded_values
 
 
 def _list_axis_specs(sharding: NamedSharding, rank: int) -> list[Array]:

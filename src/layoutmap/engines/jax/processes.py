@@ -42,7 +42,7 @@ def gather_from_processes(values: NumpyArray, devices: Sequence[Device]) -> Nump
         rows = jax.make_array_from_callback((num_processes, row.size), sharding, lambda _: row)
         replicated = jax.device_put(rows, NamedSharding(sharding.mesh, PartitionSpec()))
         received = np.asarray(replicated.addressable_data(0))
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if the transfer cannot be started
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError if JAX cannot start the transfer
         raise _make_unreachable_error(error) from error
     return received.view(values.dtype).reshape(-1, *values.shape)
 
@@ -87,7 +87,8 @@ def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devic
         for leaf, is_key in zip(leaves, keys, strict=True)
     ]
     text = repr((list(initializers), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
-    # Gather two numbers as `agreement` does, so that processes that compare different things detect it.
+    # Gather two numbers, as `agreement` does. If another process compares something else at this time, both then detect
+    # it.
     if (
         len(set(gather_from_processes(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0]))
         > 1

@@ -135,7 +135,7 @@ def _has_rounding_dtype(var: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class _ProgramSegment:
     """Operations that are compiled together. No later segment uses the variables in `freed_inputs`."""
 
     compiled: Callable[..., Sequence[jax.Array]]
@@ -144,7 +144,7 @@ class _Segment:
     freed_inputs: tuple[Var, ...]
 
 
-# XLA rounds a fused multiply-add only once, so split the program after each rounding (decisions/0006).
+# XLA rounds a product and a sum only once if it fuses them, so split the program after each rounding (decisions/0006).
 class ShardedProgram:
     """Compile a traced program in segments, and compute its result in one sharding.
 
@@ -171,7 +171,7 @@ class ShardedProgram:
         groups = [group for group in groups if group]
         needs = [_list_group_inputs(group) for group in groups]
         shape = self._result.aval.shape
-        segments: list[_Segment] = []
+        segments: list[_ProgramSegment] = []
         for i, group in enumerate(groups):
             later: set[Var] = set().union(*needs[i + 1 :])
             wanted = later if isinstance(self._result, Literal) else later | {self._result}
@@ -180,7 +180,9 @@ class ShardedProgram:
                 last = tuple(var for var in needs[i] if var not in wanted)
                 out = [_choose_intermediate_sharding(var.aval, shape, sharding) for var in outputs]
                 segments.append(
-                    _Segment(_compile_group(group, needs[i], outputs, out), tuple(needs[i]), outputs, last)
+                    _ProgramSegment(
+                        _compile_group(group, needs[i], outputs, out), tuple(needs[i]), outputs, last
+                    )
                 )
         self._segments = segments
         self._relayout_result = jax.jit(lambda x: x, out_shardings=sharding)

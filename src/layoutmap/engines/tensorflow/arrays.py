@@ -45,8 +45,9 @@ default_mesh_lock = threading.RLock()
 """The lock for setting DTensor's default mesh, which DTensor also sets when it creates a variable or relayouts."""
 
 _lock = threading.Lock()
-# An abstract mesh and the same mesh with devices map to one DTensor mesh. DTensor recreates it for each layout, so the
-# keys are its text. Tensors have the mesh that was used first, unless they were created on the other mesh.
+# By DTensor mesh, the mesh of this library that was first converted to it: a mesh with and without devices become one
+# DTensor mesh. The keys are texts, because DTensor creates an object for each layout. A tensor's attribute `_MADE_IN`
+# takes precedence.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
 
@@ -199,7 +200,7 @@ def to_numpy(array: Array) -> NumpyArray:
     layout = get_layout(tensor)
     if layout is None:
         return tensor.numpy()
-    if layout.is_fully_replicated():  # read one device, which is fast for the replicated logs of a step
+    if layout.is_fully_replicated():  # read one device, which is fast for a step's logs
         return dtensor.unpack(tensor)[0].numpy()
     if dtensor.num_clients() > 1:
         tensor = _replicate_over_processes(tensor, layout)

@@ -18,9 +18,9 @@ import tensorflow as tf
 from layoutmap.engines.patches import set_temporarily
 from layoutmap.engines.tensorflow.arrays import default_mesh_lock
 from layoutmap.engines.tensorflow.selfcheck import GROUP_SIZE_SETTING
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 
-with ImportGuard("tensorflow"):
+with ImportErrorConverter("tensorflow"):
     from tensorflow.python.eager import record
 
 check_names_exist("tensorflow", (record, "could_possibly_record"))
@@ -82,7 +82,7 @@ def read_collected_value(variable: tf.Variable) -> tf.Tensor | None:
         return None
     if not record.could_possibly_record():
         return found[1]
-    # A gradient would flow into the computation of the collected value, not to the variable, so compile unchanged.
+    # A gradient would reach the inputs of the collected value, but not the variable, so compile the step unchanged.
     if variable.trainable:
         raise WriteOrderError(variable.name)
     return tf.stop_gradient(found[1])
@@ -119,7 +119,8 @@ class StepFunction:
         if signature in self._compiled:
             try:
                 return (self._writing_at_end or self._plain)(*args)
-            except WriteOrderError:  # a constant argument has a new value, so its trace writes differently
+            # A constant argument has a new value, so the step was traced again, and writes in a different order.
+            except WriteOrderError:
                 pass
         result = self._call_method("__call__", *args)
         self._compiled.add(signature)

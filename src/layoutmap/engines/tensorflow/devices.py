@@ -140,7 +140,7 @@ def convert_native_mesh(native_mesh: NativeMesh) -> Mesh:
     """Return the `Mesh` for a mesh of DTensor, with short device names."""
     mesh = Mesh.from_string(native_mesh.to_string())
     names = mesh.devices or ()
-    if any(not name for name in names):  # TensorFlow has no names for other processes' devices, so list all
+    if any(not name for name in names):  # names of other processes' devices are missing, so list all
         return mesh.with_devices(
             list_device_names(mesh.device_type)[: mesh.size], local_device_ids=mesh.local_device_ids
         )

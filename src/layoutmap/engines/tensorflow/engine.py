@@ -54,14 +54,14 @@ from layoutmap.engines.tensorflow.devices import (
     make_native_specs,
     simulate_devices,
 )
-from layoutmap.engines.tensorflow.pieces import PieceProgram
+from layoutmap.engines.tensorflow.pieces import PiecewiseInitializer
 from layoutmap.engines.tensorflow.processes import check_same_checksums, gather_from_processes, share_seeds
 from layoutmap.engines.tensorflow.run_on import run_on
 from layoutmap.engines.tensorflow.selfcheck import check_dtensor_results
 from layoutmap.engines.tensorflow.variable import DVariable
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 
-with ImportGuard("tensorflow"):
+with ImportErrorConverter("tensorflow"):
     from tensorflow.python.autograph.core import config as autograph_config
     from tensorflow.python.autograph.core.config import DoNotConvert
 
@@ -92,7 +92,7 @@ class TensorFlowEngine:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._programs: OrderedDict[Hashable, PieceProgram] = OrderedDict()
+        self._programs: OrderedDict[Hashable, PiecewiseInitializer] = OrderedDict()
 
     # -- devices and layouts
 
@@ -162,7 +162,7 @@ class TensorFlowEngine:
         The relayout has a gradient. Inside a `tf.function`, it is DTensor's, which may lose the sign of a zero.
         """
         if isinstance(array, self.array_types):
-            if array.shape.rank is not None:  # the rank may be unknown inside a tf.function
+            if array.shape.rank is not None:  # in a tf.function the rank may be unknown
                 convert_fitting_layout(layout, tuple(array.shape))
             return relayout_with_single_dims(relayout_tensor(array, layout), layout)
         values = canonicalize_values(array)
@@ -198,7 +198,7 @@ class TensorFlowEngine:
         """
         leaves = tf.nest.flatten((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray)) for leaf in leaves):
-            program = PieceProgram(lambda _: function(*args, **kwargs), ())
+            program = PiecewiseInitializer(lambda _: function(*args, **kwargs), ())
             if not program.why_global:
                 shape = get_static_shape(program.outputs[0])
                 convert_fitting_layout(layout, shape)
@@ -240,14 +240,14 @@ class TensorFlowEngine:
         made = create_from_blocks(variable.shape, assignment.layout, values.__getitem__)
         return made, compute_checksum(values) if across else 0
 
-    def _get_or_make_program(self, initializer: Initializer) -> PieceProgram:
+    def _get_or_make_program(self, initializer: Initializer) -> PiecewiseInitializer:
         assert initializer.program is not None
         key = (initializer.program.key, _make_seed_signature(initializer.program.seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
                 return self._programs[key]
-        program = PieceProgram(initializer.program.function, initializer.program.seed)
+        program = PiecewiseInitializer(initializer.program.function, initializer.program.seed)
         with self._lock:
             return store_in_cache(self._programs, key, program)
 
@@ -259,7 +259,7 @@ def engine() -> TensorFlowEngine:
 
 
 def _create_tensor_in_pieces(
-    program: PieceProgram, seed: object, shape: tuple[int, ...], layout: Layout
+    program: PiecewiseInitializer, seed: object, shape: tuple[int, ...], layout: Layout
 ) -> tf.Tensor:
     native = convert_layout(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]

@@ -26,7 +26,7 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, 
 _PIECE_BYTES = 16 << 20
 _RNG_GROUP = 4  # TensorFlow draws groups of up to four numbers, so spans start at multiples of four
 
-# Counter increments of each random op, per element of up to 4 bytes and of 8 bytes.
+# By how much each random operation increases its counter per element: for elements of up to 4 bytes, and of 8 bytes.
 _COUNTS = {
     "StatelessRandomUniformV2": (1 / 4, 1 / 2),
     "StatelessRandomNormalV2": (1 / 4, 1 / 2),
@@ -34,15 +34,16 @@ _COUNTS = {
 }
 _SINGLE = "Abs AddV2 Cast Div DivNoNan Identity Maximum Minimum Mul Neg RealDiv Sqrt Square Sub"
 _ON_ELEMENTS = frozenset(_SINGLE.split())
-# Larger intermediate values are not computed in full, to limit memory. Seeds and counters are smaller.
+# Intermediate values with more elements are not computed in full, to save memory. Seeds and counters have fewer.
 _MAX_FULL_ELEMENTS = 1024
-# A reason against computing in pieces, or "", and the needed operands, each with whether it is computed in spans.
+# The reason why a tensor cannot be computed in pieces, or "", and pairs of an operand that the computation needs and
+# whether the operand is computed in spans.
 ReasonAndOperands = tuple[str, list[tuple[tf.Tensor, bool]]]
 TensorCache = dict[Hashable, tf.Tensor]
 
 
 # No device may store a full weight, so compute random numbers in spans of at most 16 MiB (decisions/0006).
-class PieceProgram:
+class PiecewiseInitializer:
     """Compute the result of a traced initializer in pieces, unless `why_global` gives a reason against it."""
 
     def __init__(self, function: Callable[[Any], object], seed: object):
@@ -51,7 +52,7 @@ class PieceProgram:
 
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _convert_leaves_to_tensors(seed)]
         traced = tf.function(call_with_leaves, autograph=False).get_concrete_function(*specs)
-        self._graph = traced.graph  # operations do not keep the graph alive, so store it
+        self._graph = traced.graph  # keep the graph alive, because operations do not
         self._inputs = [tensor.ref() for tensor in traced.inputs]
         self._num_seeds = len(specs)
         self.outputs: list[tf.Tensor] = tf.nest.flatten(traced.structured_outputs)
@@ -149,7 +150,7 @@ class PieceProgram:
 class _SeedEvaluation:
     """Evaluate the graph of a program for one seed, in spans. Tensors that all spans use in full are computed once."""
 
-    def __init__(self, program: PieceProgram, seed: object):
+    def __init__(self, program: PiecewiseInitializer, seed: object):
         self._program = program
         self._seed = _convert_leaves_to_tensors(seed)
         self._full_tensors: TensorCache = {}
@@ -239,7 +240,7 @@ def _map_argument_names(op: tf.Operation) -> dict[str, str] | None:
         return None
     names = [each.name for each in (*op.op_def.input_arg, *attributes)]
     there = [name for name in inspect.signature(raw).parameters if name != "name"]
-    # The graph and the raw op name some arguments differently, such as `reduction_indices` and `axis`.
+    # The raw operation and the graph name some arguments differently, such as `reduction_indices` and `axis`.
     renamed = iter([name for name in there if name not in names])
     return {name: name if name in there else next(renamed) for name in names}
 

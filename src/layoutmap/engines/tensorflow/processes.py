@@ -44,7 +44,7 @@ def gather_from_processes(values: NumpyArray) -> NumpyArray:
     if dtensor.num_clients() == 1:
         return values[None]
     mesh = _make_mesh_of_all_devices()
-    integers = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # since every device can send int64
+    integers = np.frombuffer(values.tobytes(), np.uint8).astype(np.int64)  # every device can send int64
     rows = _gather_rows(mesh, integers)[:: mesh.num_local_devices()]
     return np.frombuffer(rows.astype(np.uint8).tobytes(), values.dtype).reshape(-1, *values.shape)
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.patches import AttributePatch
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 
-with ImportGuard("tensorflow"):
+with ImportErrorConverter("tensorflow"):
     from tensorflow.python.eager import core, execute
     from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
 
@@ -50,7 +50,7 @@ _CLASSES = {kind: type("EngineError", (_RefusalError, kind), {}) for kind in _KI
 
 def is_refusal(error: tf.errors.OpError) -> bool:
     """Return whether an error says that DTensor does not compute an operation or a function."""
-    # DTensor's own functions raise this class for invalid arguments, too, so accept only one exact text.
+    # DTensor's own functions raise this class for invalid arguments, too, so recognize a refusal by its text.
     if isinstance(error, tf.errors.InvalidArgumentError):
         return bool(_UNPLACED.search(error.message))
     return isinstance(error, _KINDS) and bool(_REFUSAL.search(error.message))
@@ -146,7 +146,7 @@ _PATCHES = (
 )
 
 
-# Tensors on a mesh may exist after every scope, so the patches stay until the process ends (decisions/0300).
+# Programs may use tensors on a mesh after all scopes, so the patches stay until the process ends (decisions/0300).
 def install_refusal_patches() -> None:
     """Install patches that convert refusals of DTensor. The first mesh of the process calls this."""
     for patch in _PATCHES:

@@ -29,9 +29,9 @@ from layoutmap.engines.tensorflow.arrays import (
 )
 from layoutmap.engines.tensorflow.refusals import is_refusal_before_run
 from layoutmap.engines.tensorflow.traces import check_called_function, is_read_operation, is_traced_function
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 
-with ImportGuard("tensorflow"):
+with ImportErrorConverter("tensorflow"):
     from tensorflow.python import pywrap_tfe
 
 dtensor = tf.experimental.dtensor
@@ -54,7 +54,7 @@ def run_on(mesh: Mesh) -> Generator[None]:
             default_mesh.__exit__(None, None, None)
 
 
-def _execute_on_mesh(name_position: int, execute: Callable[..., Any], *args: Any) -> object:
+def _execute_with_fallbacks(name_position: int, execute: Callable[..., Any], *args: Any) -> object:
     """Execute an operation or a function, even if DTensor refuses it or would run it on each device.
 
     An operation that writes a variable on no mesh, or draws random numbers that DTensor cannot draw, runs on one
@@ -109,7 +109,7 @@ def _execute_on_one_device(name_position: int, execute: Callable[..., Any], args
     with set_temporarily(_current, "mesh", None), tf.device(None):
         gathered = tf.nest.map_structure(gather_if_on_mesh, list(args))
         if name_position == _POSITIONS["TFE_Py_Execute"]:
-            gathered[1] = None  # None selects the device of the enclosing tf.device block
+            gathered[1] = None  # None: the device of the enclosing tf.device
         return execute(*gathered)
 
 
@@ -136,7 +136,7 @@ _PATCHES = Patches(
         pywrap_tfe,
         name,
         lambda execute, position=position: functools.wraps(execute)(
-            functools.partial(_execute_on_mesh, position, execute)
+            functools.partial(_execute_with_fallbacks, position, execute)
         ),
     )
     for name, position in _POSITIONS.items()

@@ -22,9 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 
-with ImportGuard("tensorflow"):
+with ImportErrorConverter("tensorflow"):
     from tensorflow.dtensor.python import api
 
 check_names_exist("tensorflow", (api, "_dtensor_singleton _dtensor_singleton_lock reset_dtensor_device"))
@@ -40,9 +40,9 @@ class Fault(NamedTuple):
 
     setting: str
     value: str
-    what: str  # the wrong computation
-    why: str  # the fault, and how it was found
-    is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]  # tries a small computation
+    what: str  # which computation is wrong
+    why: str  # what DTensor does wrong, and how this was found
+    is_absent: Callable[[tf.experimental.dtensor.Mesh], bool]  # whether a small computation is correct
 
 
 # An asynchronous error would block DTensor's queue forever, so operations wait for their devices (decisions/0009).
@@ -148,6 +148,6 @@ FAULTS = (
     ),
 )
 
-# DTensor is correct with these values. If the user set others, the check raises instead of overriding them.
+# With these values, DTensor is correct. If the user has set others, keep them, and let the check raise.
 for _fault in FAULTS:
     os.environ.setdefault(_fault.setting, _fault.value)

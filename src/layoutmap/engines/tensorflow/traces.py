@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.tensorflow.refusals import shorten_function_name
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 
-with ImportGuard("tensorflow"):
+with ImportErrorConverter("tensorflow"):
     from tensorflow.python.eager.context import context
     from tensorflow.python.framework import auto_control_deps_utils as resource_uses
     from tensorflow.python.framework.func_graph import FuncGraph
@@ -35,7 +35,7 @@ def check_writes_at_trace_end(function_name: str = "a tf.function") -> None:
     if not isinstance(graph, FuncGraph) or hasattr(graph, _CHECKED):
         return
     setattr(graph, _CHECKED, True)
-    # An error of the trace itself must reach the user, so check only if none was raised.
+    # If the trace has raised an error, the user must see that one, so check only if none was raised.
     graph._add_scope_exit_callback(
         lambda: sys.exc_info()[0] or _check_written_variables(graph, function_name)
     )
@@ -54,13 +54,14 @@ def relayout_captured_arrays(copy_to_mesh: Callable[[tf.Tensor], tf.Tensor]) -> 
             for array, placeholder in (graph.captures if isinstance(graph, FuncGraph) else ())
             if not tf.is_symbolic_tensor(array) and array.dtype not in (tf.variant, tf.string)
         ]
-        # A function that captures nothing on the mesh may run on one device, as in a `tf.data` pipeline, so keep it.
+        # A function that captures nothing on the mesh may run on one device, as in a `tf.data` pipeline, so leave it
+        # unchanged.
         if not any(is_placed for _, _, is_placed in captures):
             return
         for array, placeholder, is_placed in captures:
             if not is_placed and array.dtype != tf.resource:
-                # Use the old array's key, so that its later uses in the trace get the same placeholder. Keep the old
-                # array, because otherwise a new array could get the same id.
+                # Use the key of the array that is replaced, so that later uses of this array in the trace get the same
+                # placeholder. Keep the array alive, because otherwise a new array could get its id.
                 placed = copy_to_mesh(array)
                 graph.function_captures.add_or_replace(key=id(array), external=placed, internal=placeholder)
                 setattr(placed, _REPLACED, array)

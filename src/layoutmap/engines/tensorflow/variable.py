@@ -189,7 +189,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         collected = read_collected_value(self)
         return super()._read_variable_op(no_copy) if collected is None else collected
 
-    # DTensor gathers rows of a variable only if axis 0 is unsharded, but of a tensor in any layout, so read it first.
+    # DTensor gathers rows of a variable only if axis 0 is unsharded, but rows of a tensor in any layout. So read the
+    # variable to a tensor first.
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
         """Return some rows of the value."""
         return tf.gather(self.read_value(), indices, name=name)
@@ -210,8 +211,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
             if self._layout.is_fully_replicated():
                 return value
             value = tf.convert_to_tensor(value, dtype=self.dtype)
-            # DTensor would propagate the variable's layout back into the layer, which cannot compute in it. So relayout
-            # first to the layout in which the layer read the variable.
+            # DTensor would give the variable's layout to the layer's computation of the value, which may fail in this
+            # layout. So relayout first to the layout in which the layer read the variable.
             for layout in filter(None, (self.read_layout, self._layout)):
                 value = relayout_in_trace(value, layout)
             return value

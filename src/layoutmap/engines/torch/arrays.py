@@ -39,7 +39,7 @@ from layoutmap.engines.torch.devices import (
     get_local_device,
     make_device_mesh,
 )
-from layoutmap.engines.torch.dtensor_ops import refuse_outdated
+from layoutmap.engines.torch.dtensor_ops import check_no_slice_is_outdated
 from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.placing import redistribute_tensor
 from layoutmap.engines.torch.specs import (
@@ -59,12 +59,12 @@ T = TypeVar("T", bound=torch.Tensor)
 
 def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return the `(DeviceMesh, placements)` of a layout."""
-    refuse_host_memory(layout)
+    check_layout_not_in_host_memory(layout)
     native = make_device_mesh(layout.mesh)
     return native, convert_layout_to_placements(layout, native)
 
 
-def refuse_host_memory(layout: Layout) -> None:
+def check_layout_not_in_host_memory(layout: Layout) -> None:
     """Raise for a layout in host memory. Only `fully_shard` can keep weights there (decisions/0310)."""
     check_no_host_memory(
         layout,
@@ -209,7 +209,7 @@ def _view_as_numpy(tensor: torch.Tensor) -> NumpyArray | None:
     """Return a numpy array that shares a local tensor's memory, or None if numpy cannot use that memory."""
     plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if tensor.device.type != "cpu" or not plain or tensor.numel() <= 1:
-        return None  # the strides of one element are arbitrary, so numpy could refuse them
+        return None  # a single element may have any strides, and numpy could refuse them
     dtype = to_numpy(tensor.new_empty(0)).dtype
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
 
@@ -227,7 +227,7 @@ def _iterate_local_shards(array: torch.Tensor) -> Iterator[tuple[Index, torch.Te
             why="the tensor is a partial sum, its mesh has no dim names, or no order of mesh dims gives its shards",
             fix="give the tensor a layout: relayout(tensor, layout)",
         )
-    refuse_outdated("reading a tensor", array)
+    check_no_slice_is_outdated("reading a tensor", array)
     ranks = simulation.list_ranks(array.device_mesh)
     detached = array.detach()
     held = simulation.get_tensors_by_rank(get_local(detached))
@@ -243,7 +243,7 @@ def iterate_device_values(array: torch.Tensor) -> Iterator[tuple[str, NumpyArray
     if not isinstance(array, DTensor):
         yield f"{kind}:{simulation.get_rank()}", to_numpy(array.detach())
         return
-    refuse_outdated("reading a tensor", array)
+    check_no_slice_is_outdated("reading a tensor", array)
     detached = array.detach()
     held = simulation.get_tensors_by_rank(get_local(detached))
     for rank in simulation.filter_local_ranks(simulation.list_ranks(array.device_mesh)):
@@ -281,7 +281,7 @@ def gather_tensor(array: Any) -> torch.Tensor:
     """Return all values of a tensor as a plain tensor without autograd. All processes with shards must call this."""
     if not isinstance(array, DTensor):
         return array.detach()
-    refuse_outdated("reading a tensor", array)
+    check_no_slice_is_outdated("reading a tensor", array)
     array = array.detach()
     ranks = simulation.list_ranks(array.device_mesh)
     if get_layout(array) is None:
@@ -290,7 +290,7 @@ def gather_tensor(array: Any) -> torch.Tensor:
     if not simulation.is_simulated():
         return get_local(_redistribute_any_dtype(array, [Replicate()] * array.device_mesh.ndim))
     pieces = list(_iterate_local_shards(array))
-    if len(pieces) == 1:  # this is the full value, so copy it only once
+    if len(pieces) == 1:  # the only piece is the full value, so copy it only once
         return pieces[0][1].clone()
     made = torch.empty(array.shape, dtype=array.dtype, device=pieces[0][1].device)
     for index, piece in pieces:
@@ -304,8 +304,8 @@ def gather_tensor(array: Any) -> torch.Tensor:
 def relayout_dtensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
     """Convert a DTensor to a layout (see `convert_fitting_layout`). Gradients flow back if the mesh stays the same."""
     native, placements = convert_fitting_layout(layout, tuple(array.shape), pad=pad)
-    refuse_outdated("reading a tensor", array)
-    # Simulated collectives fail on a mesh without rank 0, so such a mesh uses `_move_by_broadcasts` below.
+    check_no_slice_is_outdated("reading a tensor", array)
+    # Simulated collectives fail on a mesh without rank 0, so use `_move_by_broadcasts` for such a mesh.
     if array.device_mesh == native and not (
         simulation.is_simulated() and 0 not in simulation.list_ranks(native)
     ):
@@ -314,12 +314,12 @@ def relayout_dtensor(array: DTensor, layout: Layout, *, pad: bool = False) -> to
             # `moved` may be `array` itself, which keeps its recorded layout, so record the new layout on a view.
             return record_layout(moved.view_as(moved) if moved is array else moved, layout)
     if get_layout(array) is None:
-        # No layout describes these placements, so gather the array first.
+        # If no layout describes the array's placements, gather the array first.
         return shard_tensor(gather_tensor(array), layout, pad=pad)
     return _move_by_broadcasts(array, layout)
 
 
-# Collectives do not support these dtypes, so send the bits in a dtype of the same width.
+# Collectives do not support the dtypes on the left, so send the bits in a dtype of the same width.
 _CARRIERS = {
     torch.bool: torch.uint8,
     torch.uint16: torch.int16,
@@ -354,7 +354,7 @@ def _move_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
         made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
     for index, piece in _iterate_broadcast_shards(array):
         for ends, target in wanted.items():
-            both = intersect_blocks(index, target) if shape else ()  # a scalar has one block, without axes
+            both = intersect_blocks(index, target) if shape else ()  # a scalar has no axes to intersect
             if both is not None:
                 made[ends][make_relative_index(both, target)] = piece[make_relative_index(both, index)].to(
                     device

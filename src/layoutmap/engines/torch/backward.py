@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import checkpoint
 
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch._C import _current_graph_task_id
 
     _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -40,7 +40,7 @@ else:
 
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function at the end of the running backward pass. Only hooks of that pass may use this."""
-    _ENGINE.queue_callback(function)  # if the pass fails, torch drops the callback
+    _ENGINE.queue_callback(function)  # if the backward pass fails, torch does not call the function
 
 
 def get_backward_node_name() -> str:
@@ -54,7 +54,7 @@ def get_saved_tensor_hooks() -> Any:
 
     If the hooks are not methods of one object, return the pack function.
     """
-    hooks = _SAVING._top_saved_tensors_default_hooks(True)  # True: also while Dynamo traces
+    hooks = _SAVING._top_saved_tensors_default_hooks(True)  # True: return the hooks even while Dynamo traces
     return None if hooks is None else getattr(hooks[0], "__self__", hooks[0])
 
 

@@ -35,7 +35,7 @@ def install_patches(*patches: Patch) -> None:
     """Install patches of torch. They are removed when no tensor on a mesh exists any more."""
     with _lock:
         for patch in patches:
-            if patch not in _installed:  # list it once, because several scopes may install it
+            if patch not in _installed:  # add it to the list once, because several scopes may install it
                 _installed.append(patch)
             patch.install()
         if _restore_if_unused not in gc.callbacks:
@@ -52,16 +52,16 @@ def keep_patches(owner: object) -> None:
     _keepers.add(owner)
 
 
-# Weak references cannot tell when the last tensor is gone, so garbage collection triggers this (decisions/0150).
+# Weak references do not tell when the last tensor is gone, so garbage collection calls this (decisions/0150).
 def restore_torch() -> None:
     """Remove all patches of torch."""
     with _lock:
-        for patch in reversed(_installed):  # patches may stack, so remove them in reverse order
+        for patch in reversed(_installed):  # one patch may wrap another, so remove the last one first
             patch.remove()
         _installed.clear()
         meshes.clear()
         gc.callbacks.remove(_restore_if_unused)
-        _restore_callbacks.close()  # last, so that a failure does not prevent the removals above
+        _restore_callbacks.close()  # last, so that an error here does not prevent the removals above
 
 
 def _restore_if_unused(phase: str, info: Mapping[str, int]) -> None:

@@ -29,14 +29,14 @@ from layoutmap.engines.checks import (
     make_no_devices_error,
     resolve_device_names,
 )
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import call_when_restoring, meshes
 from layoutmap.engines.torch.dtensor_ops import install_patches_for_mesh
 from layoutmap.engines.torch.simulation import replace_default_group
 from layoutmap.engines.torch.specs import DTensorSpec, cache_while_meshes_exist
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 
 check_names_exist(
@@ -47,9 +47,9 @@ _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
 _lock = threading.RLock()
 _device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
-_mesh_cache: dict[tuple[Mesh, Any], DeviceMesh] = {}  # cached for the current process group
-# An abstract mesh and the same mesh with devices share one DeviceMesh. Here it maps to the mesh that was used
-# first, so DTensors record their own layouts (see `arrays.record_layout`).
+_mesh_cache: dict[tuple[Mesh, Any], DeviceMesh] = {}  # the key contains the DeviceMesh's process group
+# For each DeviceMesh, the mesh that it was first made for. A mesh with and without devices share a DeviceMesh, so the
+# layout of a DTensor is recorded separately (see `arrays.record_layout`).
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +67,7 @@ def _list_device_types() -> list[str]:
     """Return the device types that the process group supports, the default type first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
-    if not dist.is_initialized():  # torch will create the group from the launcher's variables
+    if not dist.is_initialized():  # no group yet, and torch will create one by the launcher's variables
         return ["GPU", "CPU"] if torch.cuda.is_available() and dist.is_nccl_available() else ["CPU"]
     served = dist.get_backend_config()
     gpu = ["GPU"] if torch.cuda.is_available() and "cuda:" in served else []
@@ -104,7 +104,7 @@ def get_local_device(mesh: DeviceMesh) -> torch.device:
     """Return the device that stores this process's shards on a mesh."""
     if mesh.device_type == "cpu":  # in torch, the CPU has no device number
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())  # which DeviceMesh has selected
+    return torch.device(mesh.device_type, torch.cuda.current_device())  # the GPU that DeviceMesh has selected
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -115,11 +115,11 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
         EngineError: The devices do not come in an order that torch keeps.
     """
     simulation.ensure_process_group()
-    group = simulation.get_global_group()  # part of the key, because meshes of an ended group are invalid
+    group = simulation.get_global_group()  # part of the key, as a DeviceMesh becomes invalid with it
     known = _mesh_cache.get((mesh, group))
     if known is None:
         known = _mesh_cache[mesh, group] = _create_device_mesh(mesh)
-    if known not in meshes:  # the patches may have been removed since, so install them again
+    if known not in meshes:  # patches may have been removed after the mesh was cached
         install_patches_for_mesh(known)
     _mesh_of.setdefault(known, mesh)
     return known
@@ -135,7 +135,7 @@ def discard_meshes_of_group(group: dist.ProcessGroup | None) -> None:
 
 def _end_groups_of_mesh(device_mesh: DeviceMesh) -> None:
     """End the process groups of a simulated mesh, before torch destroys the default group."""
-    # torch creates no groups for a mesh without this rank, so there are none to end.
+    # A rank that is not in the mesh has no groups of it, so it has none to destroy.
     is_here = simulation.get_rank() in simulation.list_ranks(device_mesh)
     for group in device_mesh.get_all_groups() if is_here else ():
         if group is not simulation.get_global_group():  # torch destroys the default group itself
@@ -162,7 +162,7 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
 def check_device_order(mesh: Mesh) -> None:
     """Raise an `EngineError` if torch cannot keep the order of a mesh's devices. No device is used."""
     if not all(map(_NAME.match, mesh.devices or ("",))):
-        return  # an abstract mesh gets devices in order, and names of other frameworks have no rank
+        return  # an abstract mesh gets devices in order, and device names of other frameworks contain no rank
     ranks = np.array([_parse_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
@@ -204,7 +204,7 @@ def convert_layout_to_placements(layout: Layout, device_mesh: DeviceMesh) -> tup
     for axis, numbers in enumerate(axes):
         for number in numbers:
             placements[number] = Shard(axis)
-    if all(numbers == sorted(numbers) for numbers in axes):  # the order in which torch splits an axis
+    if all(numbers == sorted(numbers) for numbers in axes):  # torch splits an axis by mesh dims in this order
         return tuple(placements)
     order = tuple(
         ShardOrderEntry(tensor_dim=axis, mesh_dims=tuple(numbers))
@@ -240,7 +240,7 @@ def find_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], rank: 
     if mesh is None or any(placement.is_partial() for placement in placements):
         return None
     order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(placements), device_mesh)  # pyright: ignore[reportPrivateUsage]
-    if order is None:  # no order of the mesh dims gives these shards
+    if order is None:  # no order of mesh dims makes these shards
         return None
     axes: list[tuple[str, ...]] = [()] * rank
     for entry in order:

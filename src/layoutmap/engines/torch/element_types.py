@@ -55,7 +55,7 @@ def _is_numpy_dtype(dtype: torch.dtype) -> bool:
 
 def to_numpy(tensor: torch.Tensor) -> NumpyArray:
     """Return a copy of an unsharded tensor as a numpy array. bfloat16 and float8 become types of `ml_dtypes`."""
-    # torch conjugates and negates lazily, as in `x.conj().imag`, so compute the actual values.
+    # torch only marks a tensor as conjugated or negated, as in `x.conj().imag`, so compute the actual values.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if _is_numpy_dtype(tensor.dtype):
         return tensor.numpy().copy()

@@ -38,6 +38,7 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
+    check_layout_not_in_host_memory,
     convert_fitting_layout,
     convert_layout,
     create_from_blocks,
@@ -49,7 +50,6 @@ from layoutmap.engines.torch.arrays import (
     iterate_device_values,
     iterate_shards,
     record_layout,
-    refuse_host_memory,
     relayout_dtensor,
     shard_tensor,
 )
@@ -76,7 +76,7 @@ from layoutmap.engines.torch.processes import (
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
-_LARGE_BYTES = 1 << 20  # return memory to the system after variables of at least this many bytes
+_LARGE_BYTES = 1 << 20  # after a variable of at least so many bytes, return memory to the system
 
 
 class TorchEngine:
@@ -105,7 +105,7 @@ class TorchEngine:
         Raises:
             EngineError: It is in host memory, or the mesh's devices come in an order that torch does not keep.
         """
-        refuse_host_memory(layout)
+        check_layout_not_in_host_memory(layout)
         check_device_order(layout.mesh)
 
     @skip_function_modes
@@ -136,8 +136,8 @@ class TorchEngine:
         try:
             used = {key: initializers[key] for key in assignments}
             seeds = broadcast_seeds(used)
-            # Blocks differ between processes, so compare the random state that they come from. The scope has already
-            # compared recipes, which include that state.
+            # Processes compute different blocks, so compare the random state that the blocks come from. If there are
+            # recipes, the scope has already compared them, including that state.
             if has_other_processes() and any(
                 each.blocks is not None and each.recipe is None for each in used.values()
             ):
@@ -228,7 +228,7 @@ class TorchEngine:
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
             recipe = None
-            with contextlib.suppress(EngineError):  # results that are not tensors are refused below
+            with contextlib.suppress(EngineError):  # the code below refuses results that are not tensors
                 recipe = trace_recipe(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
                 convert_fitting_layout(layout, recipe.shape)
@@ -281,7 +281,7 @@ class _ReplicatingMode(TorchFunctionMode):
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
-        if has_local_tensor((args, kwargs)):  # local values of devices must not be replicated
+        if has_local_tensor((args, kwargs)):  # each device has its own local tensor, so do not replicate it
             return result
         if type(result) in _SAFE_TYPES or _meshes.innermost is not self:
             return result

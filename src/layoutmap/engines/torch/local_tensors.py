@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from layoutmap.engines.patches import AttributePatch
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch.modes import TorchDispatchMode, list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.per_rank import LocalIntNode as LocalIntNode
@@ -40,7 +40,7 @@ from layoutmap.engines.torch.per_rank import enabled_local_tensor_mode as enable
 from layoutmap.engines.torch.per_rank import get_rank_tensors as get_rank_tensors
 from layoutmap.engines.torch.per_rank import get_ranks as get_ranks
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
@@ -75,7 +75,7 @@ def _leave_modes_above(is_target: Callable[[object], bool]) -> Generator[None]:
     """Leave the program's dispatch modes above the mode that `is_target` accepts, while the `with` block runs."""
     above: list[Any] = []
     for mode in reversed(list_dispatch_modes()):
-        # Torch's own modes are below the program's, so stop at the first of them.
+        # Torch's own modes are below the program's modes, so stop at the first mode of torch.
         if is_target(mode) or getattr(mode, "_mode_key", None) is not None:
             break
         above.append(_pop_dispatch_mode())
@@ -138,13 +138,13 @@ def make_simulation_patches(
         find_coordinates: Called with torch's own method and a mesh. Returns the mesh coordinates of simulated ranks.
         make_reduce_ex: Returns a `DTensor.__reduce_ex__` for torch's own.
     """
-    mode._disable = False  # the mode serves all threads without being entered
+    mode._disable = False  # keep the mode enabled, because all threads use it without entering it
     of_mesh = vars(local_tensors._LocalDeviceMesh)
     methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
     methods["get_coordinate"] = functools.partial(find_coordinates, methods["get_coordinate"])
     return (
-        # Meshes read the simulation of the thread, so modes need not patch them, and these methods do
-        # nothing. Torch's functions, such as get_rank (from 2.14 on), then stay unpatched for the program.
+        # These methods would patch meshes, and from torch 2.14 on also functions such as get_rank. Meshes read the
+        # thread's simulation, so they need no patch, and functions must stay unchanged for the program.
         *(
             AttributePatch(LocalTensorMode, name, lambda _: lambda _: None)  # pyright: ignore[reportUnknownLambdaType]
             for name in _UNUSED_METHODS
@@ -156,8 +156,8 @@ def make_simulation_patches(
         ),
         AttributePatch(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _ThreadModes(mode)),
         AttributePatch(LocalTensorMode, "__enter__", lambda _: _enter_mode),  # pyright: ignore[reportUnknownLambdaType]
-        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # gives each thread its own mode
-        # Torch has no default group while ranks are simulated, so return their group.
+        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # each thread has its own mode
+        # While ranks are simulated, torch has no default group, so return the group of the simulated ranks.
         AttributePatch(local_collectives, "_get_default_group", lambda _: lambda: group),
         AttributePatch(local_collectives, "_prepare_collective_groups", cache_collective_groups),
         AttributePatch(Shard, "local_shard_size_and_offset", _cache_shard_sizes),
@@ -207,10 +207,10 @@ def exclude_from_compile(function: Function) -> Function:
     excluded: Function = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
 
     @functools.wraps(function)
-    def call_untraced(*args: Any, **kwargs: Any) -> Any:
+    def call_outside_compiled_graph(*args: Any, **kwargs: Any) -> Any:
         return (function if get_eval_frame_callback() is None else excluded)(*args, **kwargs)
 
-    return call_untraced
+    return call_outside_compiled_graph
 
 
 def _cache_shard_sizes(find_size_and_offset: Any) -> object:
@@ -223,7 +223,7 @@ def _cache_shard_sizes(find_size_and_offset: Any) -> object:
     def find_cached_size(*args: object, **named: object) -> object:
         nodes = [getattr(each, "node", each) for each in args]
         if named or not all(isinstance(node, (int, Placement, LocalIntNode)) for node in nodes):
-            return original(*args, **named)  # without a cache, for example for symbolic sizes
+            return original(*args, **named)  # do not cache, for example for symbolic sizes
         ranks = getattr(enabled_local_tensor_mode(), "ranks", None)
         key = (
             ranks,

@@ -22,5 +22,5 @@ def return_freed_memory_to_system() -> None:
 def _find_malloc_trim() -> Callable[[int], int] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # this system, or its C library, has no `malloc_trim`
+    except (AttributeError, OSError, TypeError):  # the C library of this system has no `malloc_trim`
         return None

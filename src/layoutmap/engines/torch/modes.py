@@ -10,9 +10,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     import torch.utils._python_dispatch as _dispatch
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # pyright: ignore[reportUnknownVariableType]
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -30,7 +30,7 @@ list_dispatch_modes = _get_current_dispatch_mode_stack
 correct_aliases: Callable[..., object] = cast(Any, _dispatch).return_and_correct_aliasing
 """Make the wrapped results of a view or in-place operator share the memory of its wrapped arguments."""
 
-disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass leaves modes active
+disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would keep modes
 """Make a context in which functions are called without function modes."""
 
 
@@ -49,11 +49,11 @@ def skip_function_modes(function: Callable[P, R]) -> Callable[P, R]:
 def leave_function_modes() -> Generator[None]:
     """Leave all function modes of this thread while the `with` block runs. The block may enter other modes."""
     modes = list_function_modes()
-    # torch has no context that skips modes, so pop them.
+    # Pop the modes one by one, because torch has no context that leaves several modes.
     for _ in modes:
         _pop_mode()
     try:
         yield
     finally:
-        for mode in modes:  # restore the order
+        for mode in modes:  # push the modes in their original order
             _push_mode(mode)

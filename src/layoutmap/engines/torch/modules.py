@@ -69,7 +69,7 @@ def prepend_gradient_hooks(
         after_accumulation: Called with the tensor after the gradient was added to `grad`.
     """
     for hook in (before_accumulation, after_accumulation):
-        unserializable_hook(hook)  # avoids a warning of torch.save
+        unserializable_hook(hook)  # prevents a warning of torch.save about the hook
         setattr(hook, _IS_OWN, True)
     untyped: Any = tensor
     handles: tuple[RemovableHandle, RemovableHandle] = (
@@ -80,10 +80,11 @@ def prepend_gradient_hooks(
     for hooks, handle in zip(kinds, handles, strict=True):
         others = dict(hooks)
         own = others.pop(handle.id)
-        hooks.clear()  # torch calls hooks in insertion order, so insert them again
+        hooks.clear()  # torch calls hooks in the order of this dict, so insert them again, the own hook first
         hooks.update({handle.id: own} | others)
     return handles
 
 
 def _get_accumulation_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    return getattr(tensor, "_post_accumulate_grad_hooks", None)  # which is unset before the first hook
+    # The attribute does not exist before the first hook is registered.
+    return getattr(tensor, "_post_accumulate_grad_hooks", None)

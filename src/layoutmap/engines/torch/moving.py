@@ -23,7 +23,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import convert_layout, create_from_blocks, get_layout
-from layoutmap.engines.torch.dtensor_ops import refuse_outdated
+from layoutmap.engines.torch.dtensor_ops import check_no_slice_is_outdated
 from layoutmap.engines.torch.element_types import to_numpy, to_torch
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.specs import get_local
@@ -167,7 +167,7 @@ def _exchange_blocks(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Bl
     for number, piece in (pair for pairs in expected for pair in pairs):
         wire = transfers[number].wire_dtype
         end = begin + piece.num_elements * wire.itemsize
-        # Copy, because a wider dtype needs aligned bytes.
+        # Copy the bytes, because a view of them in a wider dtype must be aligned.
         values = incoming[begin:end].clone().view(wire).reshape(compute_block_shape(piece.block))
         found[number].append((piece.block, values))
         begin = end
@@ -178,7 +178,7 @@ def _get_local_tensors_by_rank(array: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return the local tensors of this process by their ranks."""
     if not isinstance(array, DTensor):
         return {0 if simulation.is_simulated() else simulation.get_rank(): array.detach()}
-    refuse_outdated("reading a tensor", array)
+    check_no_slice_is_outdated("reading a tensor", array)
     return simulation.get_tensors_by_rank(get_local(array.detach()))
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket
 
@@ -54,7 +54,7 @@ def list_written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
         for i, argument in enumerate(op._schema.arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name
-        in ("running_mean", "running_var")  # some batch norm schemas do not declare the write
+        in ("running_mean", "running_var")  # some batch norms write these, but their schemas do not say so
     )
 
 

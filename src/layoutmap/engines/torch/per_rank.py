@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch.modes import correct_aliases
 from layoutmap.engines.torch.operators import (
     OPERATORS,
@@ -32,7 +32,7 @@ from layoutmap.engines.torch.operators import (
 )
 from layoutmap.engines.torch.trees import is_sequence
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     import torch.distributed._local_tensor as local_tensors
     from torch.distributed._local_tensor import LocalIntNode as LocalIntNode
     from torch.distributed._local_tensor import LocalTensor as LocalTensor
@@ -64,7 +64,7 @@ def get_rank_tensors(local: LocalTensor) -> dict[int, torch.Tensor]:
 _NO_KEYS = torch._C.DispatchKeySet.from_raw_repr(0)
 _NEW_LOCAL_TENSOR: Any = inspect.unwrap(cast(Any, LocalTensor).__new__)
 _TENSOR_TYPES = frozenset((LocalTensor, torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
-# Torch gives these operators special results, such as empty pieces for ranks with fewer splits.
+# Torch's simulation gives these operators special results, such as empty pieces for ranks with fewer splits.
 _SPECIAL_NAMES = frozenset(("split", "hash_tensor", "dim"))
 
 
@@ -135,7 +135,7 @@ def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozen
     If a forward pass ran for only some of the simulated ranks, the tensors in its backward pass have only these.
     """
     for leaf in leaves:
-        leaf = getattr(leaf, "elem", leaf)  # the tensor that a running collective will return
+        leaf = getattr(leaf, "elem", leaf)  # if a collective is running, the tensor that it will return
         if isinstance(leaf, LocalTensor):
             ranks = ranks & get_ranks(leaf)
         elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
@@ -194,7 +194,7 @@ def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwa
     traits, order = _classify_operator(func), sorted(ranks)
     rows = zip(order, *(_iterate_value_by_rank(value, order) for value in args), strict=False)
     results: dict[int, Any] = {}
-    if not kwargs and not traits.is_random:  # most operators, which need less work than in the loop below
+    if not kwargs and not traits.is_random:  # this usual case needs less work than the loop below
         for rank, *row in rows:
             results[rank] = func(*row)
     else:
@@ -203,7 +203,7 @@ def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwa
         state = local_tensors._get_rng_state() if traits.is_random else None
         for (rank, *row), named_row in zip(rows, named_rows, strict=False):
             if state is not None:
-                local_tensors._set_rng_state(*state)  # all ranks draw equal numbers
+                local_tensors._set_rng_state(*state)  # so that all ranks draw equal numbers
             results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
     if traits.is_in_place:
         return args[0]

@@ -78,7 +78,7 @@ def compute_device_maximum(local: torch.Tensor, mesh: DeviceMesh, dims: Collecti
 def reduce_over_devices(local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, reduce_op: str) -> torch.Tensor:
     """Reduce a local tensor over the devices along a mesh dim, and return the result, which all of them get."""
     operators = torch.ops._c10d_functional
-    with torch._C._AutoDispatchBelowAutograd():  # skip autograd, which does nothing here
+    with torch._C._AutoDispatchBelowAutograd():  # skip autograd, because it has nothing to do here
         made = operators.all_reduce.default(local, reduce_op, mesh.get_group(mesh_dim).group_name)
         return operators.wait_tensor.default(made)
 
@@ -97,20 +97,20 @@ def redistribute_if_needed(tensor: DTensor, placements: Sequence[Placement]) -> 
     """Redistribute a DTensor to some placements, and return it. Return it unchanged if it has them already."""
     if tuple(placements) == tuple(tensor.placements):
         return tensor
-    if not simulation.is_simulated():  # otherwise, first enter the simulation, which collectives need
+    if not simulation.is_simulated():  # with real processes, collectives need no simulation
         return redistribute_tensor(tensor, placements)
     with simulation.simulate_mesh(tensor.device_mesh):
         return redistribute_tensor(tensor, placements)
 
 
-def reduce_partial(value: R) -> R:
+def reduce_if_partial(value: R) -> R:
     """Return a DTensor with its partial sums reduced. Other values are returned unchanged."""
     if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
         return value
     return _ReducePartial.compute_result(value)
 
 
-def to_unsharded(value: object) -> Any:
+def gather_if_sharded(value: object) -> Any:
     """Gather a DTensor, and return the unsharded tensor. Gradients flow back. Other values are returned unchanged."""
     return _GatherWithGradient.compute_result(value) if isinstance(value, DTensor) else value
 
@@ -135,7 +135,7 @@ def shard_like(tensor: torch.Tensor, like: DTensor) -> DTensor:
     return redistribute_if_needed(replicate_tensor(tensor, like.device_mesh), find_reachable_placements(like))
 
 
-def replace_partial(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+def replace_partial_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """Return placements with `Replicate` in place of each partial placement."""
     return tuple(Replicate() if each.is_partial() else each for each in placements)
 
@@ -143,7 +143,7 @@ def replace_partial(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 def find_reachable_placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
     """Return placements with `Replicate` in place of partial sums, and of strided shards that only views have."""
     spec = get_spec(tensor)
-    placements = replace_partial(spec.placements)
+    placements = replace_partial_placements(spec.placements)
     if is_view_spec(spec):
         placements = tuple(each if type(each) is Shard else Replicate() for each in placements)
     return placements
@@ -159,7 +159,8 @@ class CustomGradient(AutogradFunction):
         own = skip_function_modes(cls.backward)
 
         def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-            unseen.check_unchanged(ctx.numbers)  # autograd ignores writes to `tensor.data`, so check here
+            # Autograd does not notice writes to `tensor.data`, so check for them here.
+            unseen.check_tensor_unchanged(ctx.numbers)
             return own(ctx, *upstream)
 
         cls.backward = staticmethod(backward)
@@ -174,7 +175,7 @@ class CustomGradient(AutogradFunction):
             return result
         return cls.forward(
             SimpleNamespace(), tensor, *arguments
-        )  # without a graph, `apply` only takes longer
+        )  # no graph is recorded, so skip `apply`, which takes longer
 
     @staticmethod
     def list_tensors_to_check(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -205,7 +206,8 @@ class _Redistribute(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # Where the tensor was a partial sum, its gradient may be partial in the same way. Otherwise, replicate it.
+        # On a mesh dim over which the tensor was a partial sum, its gradient may be the same kind of partial sum.
+        # Replicate any other gradient there.
         gradient = replicate_gradient(upstream[0], ctx.mesh)
         have = gradient.placements
         wanted = [
@@ -220,11 +222,12 @@ class _ExtractShard(CustomGradient):
     def forward(ctx: Ctx, tensor: torch.Tensor, gradient_placements: object) -> torch.Tensor:
         ctx.mesh, ctx.placements, ctx.shape = get_spec(tensor).mesh, gradient_placements, tuple(tensor.shape)
         local = get_local(tensor)
-        return local.view_as(local)  # a new tensor, because autograd attaches the result to this function
+        return local.view_as(local)  # return a new tensor, because autograd attaches it to this function
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # Contiguous, because an expanded gradient has zero strides, from which its spec would be made.
+        # Make the gradient contiguous, because the spec is made from its strides, and an expanded gradient has zero
+        # strides.
         return make_dtensor_from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements, ctx.shape), None
 
 
@@ -247,15 +250,18 @@ class _WrapShards(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # The gradient of a summand is the gradient of the sum, and devices use it differently, so replicate it.
-        gradient, wanted = replicate_gradient(upstream[0], ctx.mesh), replace_partial(ctx.placements)
+        # Each device's summand has the gradient of the sum, so replicate this gradient over the devices.
+        gradient, wanted = (
+            replicate_gradient(upstream[0], ctx.mesh),
+            replace_partial_placements(ctx.placements),
+        )
         if gradient.placements != wanted:
             gradient = redistribute_tensor(gradient, wanted)
         return extract_shard(gradient, ctx.placements), None, None, None
 
 
 class _ReducePartial(CustomGradient):
-    # DTensor's own backward fails if a mean meets a sum, so this class has its own.
+    # DTensor's own backward fails if one operand is a mean and another a sum, so this class has its own.
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> DTensor:
@@ -264,26 +270,28 @@ class _ReducePartial(CustomGradient):
 
     @staticmethod
     def list_tensors_to_check(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The gradient of a maximum or norm needs the reduced value, so check it. That of a sum does not.
+        # The backward pass of a maximum or norm needs the reduced value, so check that value. The backward pass of a
+        # sum does not.
         pending = [p for p in tensor.placements if p.is_partial()]
         is_sum = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)  # pyright: ignore[reportUnknownMemberType]
         return (tensor,) if is_sum else (tensor, result)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        return reduce_partial(replicate_gradient(upstream[0], ctx.mesh))
+        return reduce_if_partial(replicate_gradient(upstream[0], ctx.mesh))
 
 
 class _GatherWithGradient(CustomGradient):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, find_reachable_placements(tensor)
-        plain = simulation.get_first_local(
+        plain = simulation.get_first_local_tensor(
             get_local(redistribute_if_needed(tensor, make_replicated_placements(ctx.mesh)))
         )
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
             return plain
-        # Gathered tensors are contiguous, but random numbers follow strides, so restore these.
+        # A gathered tensor is contiguous, but torch draws random numbers in the order of the strides, so restore the
+        # strides.
         strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=plain.dtype, device=plain.device)
         return strided.copy_(plain)
 
@@ -308,7 +316,7 @@ class _Replicate(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        return to_unsharded(upstream[0]), None
+        return gather_if_sharded(upstream[0]), None
 
 
 class _TransformGradient(AutogradFunction):
@@ -338,10 +346,11 @@ def _redistribute_without_autograd(tensor: DTensor, placements: tuple[Placement,
         coordinates = spec.mesh.get_coordinate()
         for dim, (_, shard) in zip(changed, moves, strict=True):
             local = local.chunk(spec.mesh.size(dim), get_axis(shard))[coordinates[dim]]
-        # Copy, because a view keeps the full tensor alive.
+        # Copy the shard, because a view would keep the full tensor in memory.
         local = local.clone(memory_format=torch.contiguous_format)
     else:
-        moved = _redistribute_by_torch(tensor, spec.mesh, placements)  # leave rare cases to DTensor
+        # Let DTensor redistribute in all other cases, which are rare.
+        moved = _redistribute_by_torch(tensor, spec.mesh, placements)
         return make_dtensor(restore_axis_order(get_local(moved), get_spec(moved)), get_spec(moved))
     spec = replace_placements(spec, placements, local.dtype)
     return make_dtensor(restore_axis_order(local, spec), spec)
@@ -355,7 +364,7 @@ def restore_axis_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """
     strides = get_meta(spec).stride
     order = sorted(range(len(strides)), key=lambda axis: -strides[axis])  # equal strides keep their order
-    if local.is_contiguous() and order == list(range(len(order))):  # this usual case needs no copy
+    if local.is_contiguous() and order == list(range(len(order))):  # usual case: needs no copy
         return local
     permuted = local.permute(order)
     if permuted.is_contiguous() or not has_no_gaps(spec.shape, strides):
@@ -373,7 +382,7 @@ def _is_even_local_split(
     spec: DTensorSpec, placements: tuple[Placement, ...], changes: Sequence[tuple[Placement, Placement]]
 ) -> bool:
     """Return whether a redistribution only splits replicated axes evenly, so that no device needs a collective."""
-    if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh, so it has no shard
+    if spec.mesh.get_coordinate() is None:  # this rank is not in the mesh, so it stores no shard
         return False
     if not all(before.is_replicate() and type(after) is Shard for before, after in changes):
         return False

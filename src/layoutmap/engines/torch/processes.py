@@ -48,7 +48,7 @@ def gather_values(values: NumpyArray) -> NumpyArray:
     if not has_other_processes():
         return values[None]
     simulation.ensure_process_group()
-    # NCCL cannot send CPU tensors, so send pickles, which torch moves to the GPU.
+    # NCCL cannot send CPU tensors, so pickle the values. Torch moves pickles to the GPU.
     if "cpu:" not in dist.get_backend_config():
         return np.stack(_gather_objects(values))
     # Send bytes, because gloo lacks unsigned and 8-bit floating types.

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.engines.checks import check_simulated_devices
 from layoutmap.engines.launchers import detect_launcher
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 from layoutmap.engines.torch.changes import call_when_restoring, install_patches
 from layoutmap.engines.torch.local_tensors import (
     LocalIntNode,
@@ -48,7 +48,7 @@ from layoutmap.engines.torch.operators import COLLECTIVES, Function
 from layoutmap.engines.torch.per_rank import can_run_directly, flatten_args, read_common_size, run_for_ranks
 from layoutmap.engines.torch.specs import clear_sharding_caches, get_local
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch.distributed.distributed_c10d import GroupMember
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -68,8 +68,8 @@ class _Simulation(SimulationMode):
         leaves = flatten_args(args, kwargs)
         locals_ = (get_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
         ranks = next((get_ranks(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
-        if ranks != self.ranks:  # the mesh has only some of the ranks
-            with _Simulation(ranks):  # all pieces of an operation need the same ranks
+        if ranks != self.ranks:  # not all simulated ranks are in the mesh
+            with _Simulation(ranks):  # the pieces of all arguments must have the same ranks
                 return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and not any(map(_has_value_per_rank, leaves)):
             return func(*args, **kwargs)
@@ -78,11 +78,11 @@ class _Simulation(SimulationMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-# Torch excludes this method from `torch.compile` by a slow wrapper, so replace the wrapper by a faster one.
+# Torch's wrapper, which excludes this method from `torch.compile`, is slow, so replace it by a faster one.
 _Simulation.__torch_dispatch__ = exclude_from_compile(inspect.unwrap(_Simulation.__torch_dispatch__))
 
 
-@skip_function_modes  # torch holds a lock here, so a mode that called back would deadlock
+@skip_function_modes  # torch holds a lock here, and would deadlock if a function mode called torch
 def _find_rank_coordinates(find_coordinates: Function, mesh: DeviceMesh) -> object:
     """Return the mesh coordinates of the simulated ranks that are in a mesh, as torch's method finds them."""
     ranks = frozenset(list_ranks_of_root_mesh(mesh))
@@ -104,7 +104,7 @@ def ensure_process_group() -> None:
     """Create a process group if none exists: that of the launcher, or without a launcher a simulated one."""
     if has_process_group():
         return
-    with _lock:  # lock before reading, because another thread may be starting the simulation
+    with _lock:  # read with the lock, because another thread may be starting the simulation
         if has_process_group():
             return
         if _count_launched_processes():
@@ -125,7 +125,7 @@ def _start_simulation(num_ranks: int) -> None:
     with replace_default_group(None):  # init_process_group refuses to create a second default group
         on_error = sys.excepthook
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        sys.excepthook = on_error  # undo the hook that torch has set, which prints a rank
+        sys.excepthook = on_error  # torch has set its own hook, which prints a rank; undo this
         _group = dist.group.WORLD
     simulation = _Simulation(num_ranks)
     install_patches(
@@ -168,7 +168,7 @@ def get_global_group() -> dist.ProcessGroup | None:
     return _group if _simulation is not None else dist.group.WORLD
 
 
-# In torch each device is a process, so a program without a launcher simulates ranks (decisions/0150).
+# In torch, each device has its own process, so a program without a launcher simulates ranks (decisions/0150).
 def simulate(number: int) -> None:
     """Set the number of simulated ranks (see `Engine.simulate_devices`)."""
     global _num_devices
@@ -192,7 +192,7 @@ def _reduce_for_pickle(tensor: DTensor, original: Function, protocol: object) ->
         return original(tensor, protocol)
     with simulate_mesh(tensor.device_mesh):
         detached: Any = tensor.detach()
-        value: Any = get_first_local(detached.full_tensor())
+        value: Any = get_first_local_tensor(detached.full_tensor())
     if isinstance(tensor, torch.nn.Parameter):
         value = torch.nn.Parameter(value, tensor.requires_grad)
     return value.__reduce_ex__(protocol)
@@ -215,7 +215,7 @@ def _warn_of_other_processes(num_devices: int) -> None:
 def _count_launched_processes() -> int:
     """Return the number of processes that a launcher started, or 0 without a launcher."""
     number = int(os.environ.get("WORLD_SIZE", "0"))
-    # torchrun sets both variables, but a shell may set only WORLD_SIZE=1, which means nothing.
+    # torchrun sets both variables. A shell may set WORLD_SIZE=1 alone, which does not start a process group.
     return number if number > 1 or "MASTER_ADDR" in os.environ else 0
 
 
@@ -233,7 +233,7 @@ def get_world_size() -> int:
 
 def get_rank() -> int:
     """Return the rank of this process, or 0 in a simulation. Nothing is started."""
-    if _simulation is not None:  # torch reads the default group, which a simulation lacks
+    if _simulation is not None:  # torch would read the default group, and a simulation has none
         return 0
     return dist.get_rank(get_global_group()) if has_process_group() else int(os.environ.get("RANK", "0"))
 
@@ -261,7 +261,7 @@ def simulate_ranks(ranks: Iterable[int]) -> Generator[None]:
         yield
 
 
-@functools.lru_cache(maxsize=256)  # torch recomputes it at each call
+@functools.lru_cache(maxsize=256)  # torch recomputes the list at each call
 def list_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the ranks of a device mesh in row-major order."""
     return tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
@@ -291,7 +291,7 @@ def get_tensors_by_rank(local: torch.Tensor) -> dict[int, torch.Tensor]:
     return {get_rank(): local}
 
 
-def get_first_local(local: torch.Tensor) -> torch.Tensor:
+def get_first_local_tensor(local: torch.Tensor) -> torch.Tensor:
     """Return the first simulated rank's tensor, without autograd. Other tensors are returned unchanged."""
     return next(iter(get_rank_tensors(local).values())) if isinstance(local, LocalTensor) else local
 

@@ -16,9 +16,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 
@@ -40,20 +40,20 @@ get_axis: Callable[[Placement], int] = attrgetter("dim")
 """Return the axis that a placement shards."""
 
 
-def set_local(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+def set_local_tensor(array: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Replace the local tensor and the spec of a DTensor in place."""
     array._local_tensor, array._spec = local, spec  # pyright: ignore[reportPrivateUsage]
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor of a local tensor and a spec, without autograd and without the checks of `from_local`."""
-    make: Any = DTensor.__new__  # faster than the constructor, which does nothing more
+    make: Any = DTensor.__new__  # faster than the constructor, which would only call this
     return make(DTensor, local, spec, requires_grad=False)
 
 
 def cache_while_meshes_exist(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function that caches results until `clear_sharding_caches` is called."""
-    # Bounded, because sequence lengths vary without limit.
+    # The cache is bounded, because a program may use any number of sequence lengths.
     cached: Any = functools.lru_cache(maxsize=4096)(function)
     _cached_functions.append(cached)
     return cached
@@ -64,7 +64,8 @@ _cached_functions: list[Any] = []
 
 def clear_sharding_caches() -> None:
     """Clear DTensor's cache of shardings and this module's caches, because they keep device meshes alive."""
-    _clear_sharding_prop_cache()  # cache keys reference meshes, which reference the process group
+    # The keys of DTensor's caches keep meshes alive, and meshes keep the process group alive, so clear the caches.
+    _clear_sharding_prop_cache()
     for each in _cached_functions:
         each.cache_clear()
 
@@ -136,7 +137,7 @@ def make_spec_from_shard(
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             axis, number = get_axis(placement), mesh.size(dim)
-            # Of axes with equal strides, earlier axes and axes of several elements count as slower in memory.
+            # If strides are equal, count an axis as slower in memory if it is an earlier one, or has several elements.
             is_above = [
                 step > strides[axis] or (step == strides[axis] and (i < axis or shape[i] > 1))
                 for i, step in enumerate(strides)

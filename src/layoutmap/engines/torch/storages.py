@@ -11,7 +11,7 @@ check_names_exist("torch", (torch.Tensor, "_base _is_view _version"), (torch.Unt
 
 def get_storage_key(tensor: torch.Tensor) -> int:
     """Return a key of a tensor's storage. Live tensors with equal keys share their memory."""
-    # Tensors without values have no `data_ptr`, so use the address of the storage object.
+    # A tensor without values has no `data_ptr`, so return the address of the storage object.
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 

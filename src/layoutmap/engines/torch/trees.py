@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-with ImportGuard("torch"):  # private in torch 2.13
+with ImportErrorConverter("torch"):  # these modules are private in torch 2.13
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as _tree_map
 

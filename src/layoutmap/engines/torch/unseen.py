@@ -15,13 +15,13 @@ from layoutmap.engines.torch.backward import get_backward_node_name
 from layoutmap.engines.torch.specs import get_local
 from layoutmap.engines.torch.storages import get_base
 
-_IS_UNSEEN = "_layoutmap_unseen"  # attribute of a tensor whose changes autograd does not count
-_COUNTER = "_layoutmap_number"  # attribute of a storage: number of these changes, in a list
+_IS_UNSEEN = "_layoutmap_unseen"  # attribute of a tensor: autograd does not count its changes
+_COUNTER = "_layoutmap_number"  # attribute of a storage: a list with the number of changes that autograd does not count
 
 
 def get_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return the storage of a DTensor on this device, or on the first simulated device."""
-    return simulation.get_first_local(get_local(tensor)).untyped_storage()
+    return simulation.get_first_local_tensor(get_local(tensor)).untyped_storage()
 
 
 def mark_changes_as_hidden(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,19 +41,22 @@ def count_hidden_change(storage: torch.UntypedStorage) -> None:
         counter[0] += 1
 
 
-# A backward pass with changed values would be silently wrong, so changes are counted (decisions/0151).
+# A backward pass would silently be wrong if saved values had changed, so changes are counted (decisions/0151).
 def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
     """Return the change counter of each DTensor among some tensors, and its current count."""
     found: list[tuple[list[int], int]] = []
     for each in tensors:
-        if isinstance(each, DTensor) and type(simulation.get_first_local(get_local(each))) is torch.Tensor:
-            # Counted per storage, because views share it.
+        if (
+            isinstance(each, DTensor)
+            and type(simulation.get_first_local_tensor(get_local(each))) is torch.Tensor
+        ):
+            # Count changes per storage, because views share the storage.
             counter = vars(get_storage(each)).setdefault(_COUNTER, [0])
             found.append((counter, counter[0]))
     return found
 
 
-def check_unchanged(counters: list[tuple[list[int], int]]) -> None:
+def check_tensor_unchanged(counters: list[tuple[list[int], int]]) -> None:
     """Raise an `EngineError` if a tensor was changed through `tensor.data` since `snapshot_counters`."""
     if any(counter[0] != before for counter, before in counters):
         raise EngineError(

@@ -115,7 +115,7 @@ class _PatternWriter:
         forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for a in group:
             forms[split_at_numbers(a.variable.path)].append(a.variable.path)
-        # A pattern for whole paths matches no path with other words, so check it only against paths with other numbers.
+        # A whole-path pattern can match only paths with the same words, so check it only against those.
         return merge_patterns(
             find_whole_path_pattern_parts(paths, paths, self._paths[form] - {*paths})
             for form, paths in forms.items()

@@ -68,7 +68,7 @@ def _make_swapped_layout(w: Weight, old: int, new: int) -> Layout:
     return Layout(specs, w.layout.mesh)
 
 
-# A valid layout can still be a mistake, so compare the layouts of consecutive kernels (decisions/0022).
+# A layout can be valid and still a mistake, so compare the layouts of consecutive kernels (decisions/0022).
 def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
     """Yield findings for consecutive kernels that are sharded differently along their common axis, or not along it."""
     for block in linted.blocks:
@@ -224,7 +224,7 @@ def _find_attention_mismatches(linted: LintedPlan) -> Iterator[Finding]:
         dims = {id(w): w.list_dims(w.list_axes("out")[0]) for w in parts.values()}
         over = linted.choose_head_dims(block)
         shards = math.prod(map(linted.plan.mesh.dim_size, over))
-        # If the number of key heads is not a multiple of the shards, the keys need another layout, so allow it.
+        # If the number of key heads is not a multiple of the shards, the keys need a different layout: no finding.
         wrong = [w for w in parts.values() if dims[id(w)] != over and w.count_heads("out") % shards == 0]
         others = [w for w in rest if dims[id(w)] != dims[id(query)] and (w in wrong or query in wrong)]
         if not over or not others:

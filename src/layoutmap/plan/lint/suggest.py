@@ -58,7 +58,7 @@ class LayoutSuggestions:
             row = self._make_even_layout(w, into, dims) if dims else self._shard_over_largest_dim(w, into)
             return row or self._shard_over_batch_dim(w, out)
         makers, is_paired = self._linted.kernels_before.get(id(w), ()), id(w) in self._linted.kernels_after
-        # Without a next kernel that reads sharded inputs, sharded outputs would be gathered, so shard the input axis.
+        # If no next kernel reads sharded inputs, sharded outputs would be gathered, so then shard the input axis.
         if not is_paired and any(maker.list_dims(maker.list_axes("in")[0]) for maker in makers):
             return self._shard_over_largest_dim(w, into)
         found = self._shard_over_largest_dim(w, out)

@@ -69,7 +69,7 @@ class _PageData:
         self.lists = _UniqueValues()  # distinct lists of other matching rules and of near misses
         self.texts = _UniqueValues()
         self._of_plan = frozenset(plan.problems)
-        self._seen: dict[int, int] = {}  # the number of each layout by object identity
+        self._seen: dict[int, int] = {}  # number of each layout, by the layout's `id`
         self.number = {id(a): i for i, a in enumerate(plan.assignments)}
         self.by_path: dict[str, list[int]] = {}
         for i, a in enumerate(plan.assignments):

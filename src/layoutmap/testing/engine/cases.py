@@ -25,7 +25,7 @@ from layoutmap.testing.subjects import QUICK_XLA
 
 draw_half_as_many_examples = settings(
     deadline=None,
-    # Each example creates many arrays, so draw half of the current profile's number.
+    # Each example creates many arrays, so draw only half as many examples as the current profile says.
     max_examples=settings().max_examples // 2,
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
 )
@@ -163,7 +163,7 @@ def generate_values(shape: tuple[int, ...], dtype: str, seed: int) -> NumpyArray
     if len(flat) > 1 and not np.issubdtype(element, np.integer):
         flat[:2] = (-0.0, np.inf)
     if dtype == "bfloat16" and QUICK_XLA in os.environ.get("XLA_FLAGS", ""):
-        bits = flat.view("uint16")  # with these flags, XLA on CPUs makes each NaN 0x7FC0, so use no other NaN
+        bits = flat.view("uint16")  # XLA on CPUs changes each NaN to 0x7FC0, so draw no other NaN
         bits[bits & 0x7FFF > 0x7F80] = 0x7FC0
     return flat.reshape(shape)
 
@@ -179,11 +179,13 @@ def list_all_specs(mesh: Mesh, rank: int) -> list[tuple[ShardingSpec, ...]]:
     all_specs: dict[tuple[ShardingSpec, ...], None] = {}
     for axes in itertools.product(range(-1, rank), repeat=len(mesh.dim_names)):
         for order in itertools.permutations(range(len(axes))):
-            all_specs[_make_specs(mesh, axes, order, rank)] = None
+            all_specs[_convert_axes_to_specs(mesh, axes, order, rank)] = None
     return list(all_specs)
 
 
-def _make_specs(mesh: Mesh, axes: Sequence[int], order: Sequence[int], rank: int) -> tuple[ShardingSpec, ...]:
+def _convert_axes_to_specs(
+    mesh: Mesh, axes: Sequence[int], order: Sequence[int], rank: int
+) -> tuple[ShardingSpec, ...]:
     """Return specs in which mesh dim `i` shards axis `axes[i]`. Dims of the same axis are sorted as in `order`."""
     dims: list[list[str]] = [[] for _ in range(rank)]
     for i in order:
@@ -204,7 +206,7 @@ def list_some_specs(mesh: Mesh) -> list[tuple[ShardingSpec, ...]]:
 def _make_specs_strategy(mesh: Mesh, rank: int) -> st.SearchStrategy[tuple[ShardingSpec, ...]]:
     number = len(mesh.dim_names)
     return st.builds(
-        lambda axes, order: _make_specs(mesh, axes, order, rank),
+        lambda axes, order: _convert_axes_to_specs(mesh, axes, order, rank),
         st.tuples(*[st.integers(-1, rank - 1)] * number),
         st.permutations(range(number)),
     )

@@ -41,7 +41,7 @@ class ComputingLaws(EngineCases):
     def test_a_call_that_does_not_fit_is_refused(self):
         """`call_with_layout` refuses a result of a wrong rank, a result with uneven shards, and several results."""
         layout = Layout(["x"], self.make_mesh("x=2"))
-        # On one device no shards are uneven, so only the rank can be wrong.
+        # On one device, shards cannot be uneven, so only a wrong rank can be tested.
         shapes: list[tuple[int, ...]] = [(2, 2), *[(3,)] * (layout.mesh.size > 1)]
         for shape in shapes:
             array = self.make_array(np.zeros(shape, np.float32))
@@ -82,7 +82,7 @@ class ComputingLaws(EngineCases):
     def test_computing_on_a_mesh(self):
         """Arrays that are computed inside `run_on` are replicated on the mesh. An exception also ends `run_on`."""
         values = np.arange(8, dtype=np.int32).reshape(4, 2)
-        # Engines reuse the first of two equal meshes, which may be bound or abstract, so use dims of no other law.
+        # Engines reuse the first of two equal meshes, which may have no devices, so use dims that no other law uses.
         for mesh in (self.make_mesh("p=2,q=4"), self.make_mesh("r=4", first=2)):
             result: Any = None
             with contextlib.suppress(ZeroDivisionError), self.engine.run_on(mesh):

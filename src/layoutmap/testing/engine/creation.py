@@ -122,7 +122,7 @@ class CreationLaws(EngineCases):
             "missing": (EngineError, make_assignment((4,), "float32", Layout(["x"], mesh), "missing")),
             "nosuchtype": (EngineError, make_assignment((4,), "string", Layout(["x"], mesh), "nosuchtype")),
         }
-        if mesh.size == 1:  # on one device no shards are uneven, so this layout fits
+        if mesh.size == 1:  # on one device, shards cannot be uneven, so this layout fits
             del bad["uneven"]
         for path, (kind, assignment) in bad.items():
             used: list[str] = []

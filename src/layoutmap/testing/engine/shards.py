@@ -134,7 +134,7 @@ class ShardLaws(EngineCases):
     def test_a_layout_that_does_not_fit_is_refused(self):
         """A relayout refuses uneven shards and a layout of a wrong rank."""
         mesh = self.make_mesh("x=2,y=4")
-        if mesh.size > 1:  # on one device no shards are uneven
+        if mesh.size > 1:  # on one device, shards cannot be uneven
             with pytest.raises(LayoutError, match="6 is not a multiple of 4"):
                 self.engine.relayout(np.zeros((4, 6), np.float32), Layout(["x", "y"], mesh))
         with pytest.raises(LayoutError, match="rank"):

@@ -44,7 +44,7 @@ LAWS: Mapping[str, Law] = {
     "predict and evaluate agree with one device": training.compare_predictions,
     "training agrees with one device": training.compare_training,
     "training with own rows agrees with one device": training.compare_own_rows,
-    "training without the compiler agrees with one device": training.compare_uncompiled,
+    "training without the compiler agrees with one device": training.compare_without_compiler,
     "steps under explicit axes agree with one device": training.compare_explicit_axes,
     "a built model matches its plan": plans.compare_built_model,
     "an inspected model matches its plan": inspection.compare_with_plan,
@@ -73,10 +73,10 @@ class Outcome:
 
     law: str
     what: str
-    why: str  # the differences, the error, or the reason
+    why: str  # the differences, the error, or the reason why the law does not apply
     seconds: float
-    figures: Sequence[Mapping[str, Any]] = ()  # measurements
-    missing: str = ""  # package that the law needs and that is not installed
+    figures: Sequence[Mapping[str, Any]] = ()  # measurements that the law took
+    missing: str = ""  # name of a package that the law needs and that is not installed
 
     @property
     def is_suspicious(self) -> bool:
@@ -95,7 +95,7 @@ def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
         for law in laws:
             yield run_law(law, partial(LAWS[law], trial))
         del trial
-    gc.collect()  # frees models with reference cycles, because the next case needs their memory
+    gc.collect()  # models contain reference cycles, and the next case needs their memory
 
 
 def run_law(

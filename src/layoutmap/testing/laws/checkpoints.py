@@ -36,7 +36,7 @@ variables = get_adapter({library!r}).variables(model)
 np.savez({arrays!r}, **{{path: get_adapter({library!r}).read(variable) for path, variable in variables.items()}})
 """
 _OTHER_SEED = 1
-_REFUSED_EXIT_CODE = 3  # the exit code of a program that stops because of errors in the plan
+_REFUSED_EXIT_CODE = 3  # exit code of a program that stops because the plan has errors
 
 
 def load_on_other_mesh(trial: Trial) -> Iterator[str]:

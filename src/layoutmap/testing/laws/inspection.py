@@ -18,7 +18,7 @@ def compare_with_plan(trial: Trial) -> Iterator[str]:
     for a in inspected.assignments:
         path, expected = a.variable.path, planned.pop(a.variable.path, None)
         if expected is None:
-            # Training creates slots and metrics that a plan cannot predict, so ignore these.
+            # Training creates slots and metrics that a plan cannot predict, so do not compare these.
             if a.variable.kind not in (Kind.SLOT, Kind.METRIC):
                 yield f"{path}: inspected, and not planned"
             continue

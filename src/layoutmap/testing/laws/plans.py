@@ -245,7 +245,8 @@ def check_suggested_rules(trial: Trial) -> Iterator[str]:
         yield f"the rules {layout_map} were read back as {reread_map}"
     planned = case.plan(reread_map)
     problems = [*planned.errors, *planned.warnings, *planned.lint()]
-    # Suggested maps shard weights over one dim and have no rules for outputs of blocks, so expect these two kinds.
+    # A suggested map shards weights over one dim, and has no rules for outputs of blocks, so ignore the problems of
+    # these two kinds.
     yield from (str(problem) for problem in problems if problem.kind not in ("unused dim", "no activations"))
 
 

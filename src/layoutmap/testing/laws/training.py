@@ -36,7 +36,8 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
 
     One case in three runs. On TensorFlow, also compare eager calls.
     """
-    # In several processes, `predict` and `evaluate` take the rows of one process, so results cannot be compared.
+    # In several processes, `predict` and `evaluate` take only the rows of one process, so results differ from one
+    # device's.
     if trial.case.library != "keras" or trial.processes.has_other_processes:
         raise NotApplicable("the case is not a Keras model in one process")
     if not trial.choices.is_one_in(3):
@@ -46,7 +47,8 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
     for model in trial.pair:
         outputs = flatten_arrays(model.predict(batch[0], batch_size=size, verbose=0))
         logs = model.evaluate(*batch, batch_size=size, verbose=0, return_dict=True)
-        # Only the total loss is compared: for several outputs, Keras on TensorFlow averages each loss over batches.
+        # Compare only the total loss, because for several outputs Keras on TensorFlow averages each output's loss over
+        # batches.
         results.append({f"output {n}": output for n, output in enumerate(outputs)} | {"loss": logs["loss"]})
     rows = compare_logs("forward", results[0], results[1], TOLERANCE)
     yield from map(str, trial.exclude_rounding(list(rows)))
@@ -113,7 +115,7 @@ def compare_own_rows(trial: Trial) -> Iterator[str]:
     yield from compare_training(Trial(replace(case, model=model, map=drawn_map), has_own_rows=True))
 
 
-def compare_uncompiled(trial: Trial) -> Iterator[str]:
+def compare_without_compiler(trial: Trial) -> Iterator[str]:
     """Compare outputs, gradients, and a step of JAX without its compiler with the results of one device.
 
     One case in eight runs, since these take ten times as long.
@@ -174,7 +176,7 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
     explicit = choices.pick(dims, rows, [dim for dim in dims if dim not in rows]) or dims
     uneven = (
         case.map.uneven if isinstance(case.map.uneven, str) else "shrink"
-    )  # explicit axes cannot be padded
+    )  # shrink instead of padding, because explicit axes cannot be padded
     drawn_map = replace(case.map, explicit_dims=tuple(explicit), uneven=uneven)
     lines = "" if choices.is_one_in(4) else case.model.auto_axes_lines
     other = Trial(replace(case.to_sgd(), map=drawn_map, last_lines=lines))
@@ -220,13 +222,13 @@ def run_failing_step(trial: Trial) -> Iterator[str]:
     train_step, read = trial.adapter.train_step, trial.adapter.read
     batch, wrong_batch = trial.case.batch, _add_axes(trial.case.batch)
     initial = list(map(read, trial.adapter.variables(unsharded).values()))
-    # On TensorFlow, a second input shape alone can make a traced step raise. So `gradients` must raise, too.
+    # On TensorFlow, a traced step may raise only because the input shape is new, so `gradients` must raise, too.
     for compute in (train_step, trial.adapter.gradients):
         if not _has_failed(lambda compute=compute: compute(unsharded, wrong_batch)):
             raise NotApplicable("the unsharded model accepts inputs of a wrong rank")
     if not all(map(_is_equal, initial, map(read, trial.adapter.variables(unsharded).values()))):
         raise NotApplicable("the unsharded model changes its state before it raises")
-    # After `fit`, Keras on JAX has weights and averages in one buffer, so the next step donates it twice and fails.
+    # After `fit` on JAX, Keras stores weights and averages in one buffer. The next step donates it twice, and fails.
     if _has_failed(lambda: train_step(unsharded, batch)):
         raise NotApplicable("the unsharded model cannot train after an error")
     train_step(sharded, batch)
@@ -237,7 +239,7 @@ def run_failing_step(trial: Trial) -> Iterator[str]:
         if path in before and not _is_equal(before[path], read(variable)):
             yield f"{path}: has a different value after a step that failed"
     expected, logs = (train_step(model, batch) for model in trial.pair)
-    # Some models diverge on any device, so compare only if the unsharded model does not.
+    # Some models diverge on any number of devices, so check the sharded model only if the unsharded one is stable.
     is_stable = all(np.all(np.abs(metric) < DIVERGES) for metric in expected.values())
     if is_stable and not all(np.isfinite(metric).all() for metric in logs.values()):
         yield f"the next step is not finite: {logs}"

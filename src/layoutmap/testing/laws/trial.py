@@ -42,7 +42,7 @@ _REFERENCE_FACTOR = 4
 DIVERGES = 1e3
 """If a loss exceeds this, an infinite next step is no fault, since some drawn models diverge at the learning rate."""
 _SEED = 0
-TOLERANCE = 1e-5  # the largest relative difference that counts as equal without an estimate of rounding
+TOLERANCE = 1e-5  # largest relative difference that counts as equal if rounding was not estimated
 
 
 class NotApplicable(Exception):
@@ -144,7 +144,7 @@ class Trial:
         allowed = ROUNDINGS if self.case.precision == "float32" else _COARSE_TOLERANCE
         rounding: dict[tuple[str, int], float] = {}
         wrong = [row for row in rows if not row.agrees]
-        for compare in (self._compare_float32, self._compare_perturbed, self._compare_repeated):
+        for compare in (self._compare_float32, self._compare_perturbed_model, self._compare_equal_models):
             if not wrong:
                 break
             unsharded_rows = tuple(compare())
@@ -165,11 +165,11 @@ class Trial:
                 cancellation[row.stage] = max(cancellation.get(row.stage, 0.0), row.error)
         return [row for row in wrong if not row.error <= _REFERENCE_FACTOR * cancellation[row.stage]]
 
-    def _compare_repeated(self) -> Iterator[ParityRow]:
+    def _compare_equal_models(self) -> Iterator[ParityRow]:
         """Compare two equal unsharded models, because some devices sum in a random order."""
         return self._compare_pair(self.make_unsharded(), self.make_unsharded())
 
-    def _compare_perturbed(self) -> Iterator[ParityRow]:
+    def _compare_perturbed_model(self) -> Iterator[ParityRow]:
         """Compare an unsharded model with one in which each weight is changed by one rounding error."""
         signs, step, reference = (
             np.random.default_rng(0),
@@ -186,7 +186,7 @@ class Trial:
         if self.case.precision not in (
             "float32",
             *QUANTIZED,
-        ):  # quantized weights differ from float32 weights
+        ):  # not for quantized models, because their weights differ
             reference = self.make_unsharded()
             wide_trial = Trial(self.case.to_precision("float32"))
             yield from self._compare_pair(
@@ -202,7 +202,8 @@ class Trial:
         if self.case.precision != "float32":
             return
         reference, adapter = self.make_unsharded(), self.adapter
-        # If the other model cannot be created or trained, yield nothing, so that all differences count as wrong.
+        # If the other model cannot be created or trained, yield nothing, so that no difference is attributed to
+        # rounding.
         with suppress(Exception):
             if adapter.engine_name == "jax":
                 other = self.make_unsharded()
@@ -219,8 +220,8 @@ class Trial:
     ) -> object:
         """Copy the weights of `source`, multiplied by `factor`, to `model`, and return `model`. Both are unsharded."""
         trained = {a.variable.path: a.variable.is_trained for a in self.plan.assignments}
-        # Unsharded Keras models may number unnamed layers differently, so variables are matched by order. JAX creates
-        # optimizer states in the first step, as the last variables, so the lists may differ in length.
+        # Unsharded Keras models may number unnamed layers differently, so match variables by order. The lists may have
+        # different lengths, because JAX creates optimizer states as the last variables in the first step.
         models = (self.adapter.variables(each) for each in (self.pair[1], source, model))
         paths, weights, variables = (list(each.items()) for each in models)
         for (path, _), (_, weight), (_, variable) in zip(paths, weights, variables, strict=False):
@@ -245,10 +246,10 @@ class Trial:
             self._excluded = report.only_rounding
         yield from (row for row in report.rows if row.stage != "weights")
         if is_pair and any(row.stage != "weights" and not row.agrees for row in report.rows):
-            return  # unsharded models continue, since rounding is estimated for each stage
+            return  # for unsharded models, continue, because rounding is estimated for each stage
         stage, fewer = "fewer rows", slice_rows(batch, self.case.rows * 2 // 3)
         expected, actual = self._train_step(reference, fewer), self._train_step(other, fewer)
-        # Some models diverge at the learning rate that all models share, so compare only finite numbers.
+        # Some models diverge, because all have the same learning rate, so compare only finite numbers.
         if all(np.isfinite(number).all() for number in expected.values()):
             yield from compare_logs(stage, expected, actual, TOLERANCE)
             if all(np.all(np.abs(number) < DIVERGES) for number in expected.values()):
@@ -260,7 +261,7 @@ class Trial:
         """Train a step on fewer rows, and return its logs. Keras models run `fit` with a smaller last batch instead."""
         if (
             self.case.library != "keras" or self.processes.has_other_processes
-        ):  # in several processes, `fit` takes local rows
+        ):  # in several processes, `fit` takes only the rows of its process
             return self.adapter.train_step(model, fewer_rows)
         size = self.case.rows * 2 // 3
         history = model.fit(*self.case.batch, batch_size=size, shuffle=False, verbose=0).history

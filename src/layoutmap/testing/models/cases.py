@@ -109,7 +109,7 @@ class Case:
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
-        # A tolerance of 0.25 allows for rounding, and still detects a factor of two.
+        # With a tolerance of 0.25, rounding is no difference, but a factor of two is.
         if self.precision != "float32":
             options += ", tolerance=0.25"
         return f"{self.program}print(lm.check_parity(make_model, layout_map, batch, {options}))\n"

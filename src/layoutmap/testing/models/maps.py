@@ -17,7 +17,7 @@ from layoutmap.testing.models.choices import Choices
 Shape = tuple[int, ...]
 Specs = tuple[str | tuple[str, ...] | None, ...]
 
-_MESHES = {  # meshes of 8 devices, with how often each is drawn
+_MESHES = {  # how often each mesh of 8 devices is drawn
     "batch=2,model=4": 4,
     "batch=4,model=2": 4,
     "batch=2,model=2,x=2": 4,
@@ -58,7 +58,7 @@ class Devices:
 
 
 _PAD_OR_SHRINK: UnevenSetting = ("pad", "shrink")
-EIGHT = Devices()  # eight simulated devices
+EIGHT = Devices()  # the default: eight simulated devices
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class DrawnMap:
     rules: tuple[tuple[str, Specs], ...]  # sharding specs of variables, by pattern
     activations: tuple[tuple[str, Specs], ...]  # sharding specs of layer outputs, by pattern
     uneven: UnevenSetting
-    batch_dim: str | None  # None: no dim shards the batch
-    explicit_dims: tuple[str, ...] = ()  # the dims with explicit axes
+    batch_dim: str | None  # dim that shards the batch; None: no dim does
+    explicit_dims: tuple[str, ...] = ()  # names of the dims with explicit axes
 
     @property
     def source(self) -> str:
@@ -125,7 +125,7 @@ def draw_sharding_specs(
     num_dims = choices.pick_weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
     same_axis = choices.is_one_in(4)
     may_be_uneven = uneven == _PAD_OR_SHRINK or (uneven != "error" and choices.is_one_in(3))
-    if may_be_uneven:  # several dims along one axis find more faults, because only some of them may divide it
+    if may_be_uneven:  # several dims on one axis find more faults, because perhaps only some divide it
         same_axis = same_axis or choices.is_one_in(2)
     axes: list[tuple[str, ...]] = [()] * len(shape)
     for dim in choices.sample([dim for dim in mesh.dim_names if dim not in unusable], num_dims):

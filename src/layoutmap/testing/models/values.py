@@ -17,10 +17,10 @@ WIDTHS = {8: 6, 16: 5, 4: 2, 24: 2, 12: 2, 32: 1, 6: 1, 7: 1}
 class ModelValue:
     """An input or an output of a model."""
 
-    name: str  # variable in the program
-    shape: Shape  # of one row; for logits without the axis of classes
-    classes: int | None = None  # number of tokens or classes; None if the value has floats
-    loss: str = ""  # expression of an output's loss in the syntax of the library
+    name: str  # name of the variable in the program
+    shape: Shape  # shape of one row; for logits, without the axis of classes
+    classes: int | None = None  # number of tokens or classes; None if the values are floats
+    loss: str = ""  # expression of the loss of an output, in the syntax of the library
 
     def write_data(self, rows: int) -> str:
         """Return the expression that draws a batch of this value from `rng`."""

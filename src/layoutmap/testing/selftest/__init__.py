@@ -40,7 +40,7 @@ def run_selftest(options: Any) -> Report | None:
     It runs on the user's machine, since wrong numbers depend on its releases and devices (decisions/0166).
     """
     start = time.monotonic()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends all processes, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes on SIGTERM, as on Ctrl-C
     seed = int(date.today().strftime("%Y%m%d")) * 1000 if options.seed is None else options.seed
     started_by = detect_launcher() or Launcher("", 0, 1)
     is_alone = started_by.num_processes == 1
@@ -51,7 +51,7 @@ def run_selftest(options: Any) -> Report | None:
     if not (options.simulate or options.busy):
         _check_devices_are_free()
     if options.on:
-        machine_named(options.on)  # raises for an unknown name before anything runs
+        machine_named(options.on)  # raise for an unknown name before anything runs
     report = Report(_collect_run_facts(options, seed), with_names=options.with_names)
     engines = [options.engine] if options.engine else list_installed_engines()
     with (
@@ -63,7 +63,7 @@ def run_selftest(options: Any) -> Report | None:
             seed,
             seconds=options.minutes * 60,
             count=options.count,
-            num_workers=None if options.simulate else 1,  # two workers would share the memory of a device
+            num_workers=None if options.simulate else 1,  # several workers would share the memory of a device
             simulate=options.simulate,
             mesh=options.mesh,
             settings={"TMPDIR": folder},  # so that files of killed processes are removed, too
@@ -166,7 +166,7 @@ def _choose_subjects(engines: Collection[str], only: Collection[str]) -> list[st
         name
         for name, subject in (WITHOUT_MODELS | SUBJECTS).items()
         if subject.engine in engines
-        and subject.num_processes == 1  # processes of a launcher try these together, so omit others
+        and subject.num_processes == 1  # a launcher's processes try cases together, so omit others
         and find_spec(_PACKAGES.get(subject.library, "numpy")) is not None
     ]
     chosen = [name for name in available if name in (only or available)]
@@ -184,7 +184,7 @@ def _check_devices_are_free() -> None:
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-    except OSError:  # there is no NVIDIA driver
+    except OSError:  # the machine has no NVIDIA driver
         return
     used = [line for line in lines if line.strip() and not _is_selftest_worker(line.partition(",")[0])]
     if used:

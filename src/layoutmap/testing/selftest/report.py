@@ -34,12 +34,12 @@ _STYLE = (
 class Report:
     """The report of a self-test."""
 
-    facts: dict[str, str]  # options, releases, and devices
+    facts: dict[str, str]  # facts by name: options, releases, and devices
     results: list[LawResult] = field(default_factory=list[LawResult])
     seconds: float = 0.0
-    is_complete: bool = True  # False after an interrupt
+    is_complete: bool = True  # False if the self-test was interrupted
     with_names: bool = False  # whether HTML and JSON keep names of hosts, users, and folders
-    speeds: list[Speeds] = field(default_factory=list[Speeds])  # of each engine
+    speeds: list[Speeds] = field(default_factory=list[Speeds])  # speeds of each engine
 
     def add_speeds(self, speeds: Speeds) -> None:
         """Add the speeds of an engine's devices, and the result of the law about slow collectives."""

@@ -41,11 +41,12 @@ class Speeds:
     """The measured speeds of one engine's devices."""
 
     engine: str
-    node_size: int  # devices per host
-    results: Sequence[LawResult]  # law results that contain measurements
-    on: Device | None = None  # device of a machine file to compare with
-    share_cores: bool = False  # fewer cores than devices, so that devices slow each other down
-    predicted: Mapping[str, float] = field(default_factory=dict[str, float])  # cost of the measured step
+    node_size: int  # number of devices per host
+    results: Sequence[LawResult]  # results of the laws that measure
+    on: Device | None = None  # device of a machine file with which to compare the speeds
+    share_cores: bool = False  # whether devices share cores, and so slow each other down
+    # predicted cost of the measured step
+    predicted: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def has_enough_measurements(self) -> bool:
@@ -71,7 +72,8 @@ class Speeds:
                 continue
             mesh = Mesh(None, figure["mesh"])
             group = Machine(_make_unit_device(self.node_size), mesh.size).group(mesh, [figure["dim"]])
-            # At one byte per second, the seconds of a collective equal its bytes on the slowest network.
+            # Estimate the seconds at one byte per second. They equal the bytes on the network that limits the
+            # collective.
             device = _make_unit_device(self.node_size, fast=1.0 if group.nodes == 1 else math.inf)
             num_bytes = Machine(device, mesh.size).estimate_seconds(figure["kind"], figure["bytes"], group)
             bandwidth = num_bytes / figure["seconds"]

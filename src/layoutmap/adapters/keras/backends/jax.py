@@ -32,7 +32,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import leave_ambient_mesh
-from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding, wrap_padded
+from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding, wrap_padded_array
 from layoutmap.engines.patches import set_temporarily
 
 
@@ -76,11 +76,11 @@ class JaxBackend(Backend):
     ) -> object:
         """Store a value and the sharding for later values. Return this sharding, which identifies the variable."""
         native = session.engine.make_native_layout(assignment.layout, assignment.layout.rank)
-        # Keras copies `_layout` to the slots of a weight, so a new object for each weight identifies it.
+        # Keras copies `_layout` to the slots of a weight, so a new object for each weight tells whose slot it is.
         tag = jax.sharding.NamedSharding(native.mesh, native.spec, memory_kind=native.memory_kind)
         variable._layout = tag
         variable._value = value
-        # Keras has no hook for this, so set the method on the instance. A copy of the variable gets its own.
+        # Keras has no hook for reading values, so set methods on the instance. A copy of the variable gets its own.
         own = variable.__dict__
         own["__array__"] = functools.partial(_convert_to_numpy_array, variable)
         own.pop("_direct_assign", None)
@@ -151,7 +151,8 @@ class JaxBackend(Backend):
                 batch = place_on_mesh(batch, session)
             logs, gradients = jax.jit(record_step)(read_training_state(model), batch)
         gradients = [
-            None if g is None else wrap_padded(g, v.shape) for g, v in zip(gradients, weights, strict=True)
+            None if g is None else wrap_padded_array(g, v.shape)
+            for g, v in zip(gradients, weights, strict=True)
         ]
         return jax.tree.map(get_engine("jax").to_numpy, (logs, gradients))
 
@@ -181,7 +182,7 @@ def _assign_value(variable: keras.Variable, value: object) -> None:
 
 
 def _convert_to_numpy_array(variable: keras.Variable, dtype: Any = None, copy: bool | None = None) -> object:
-    # JAX would cache the host copy, so that a save leaves the whole model in host memory. `to_numpy` keeps no copy.
+    # JAX would cache the host copy, so a save would leave the whole model in host memory. `to_numpy` caches nothing.
     """Return the global value of a variable as a numpy array. This replaces `__array__`."""
     known = variable.__dict__.get(GATHERED)
     return np.asarray(

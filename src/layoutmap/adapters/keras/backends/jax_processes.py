@@ -74,7 +74,7 @@ class ProcessRows:
         arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_on_own_devices(each)]
         batch_text = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
-        # A process with other shapes or without a batch would block the others, so compare shapes in each step.
+        # If a process has a batch of a different shape, or none, all would hang, so compare shapes in each step.
         self._compare_between_processes(
             batch_text, compute_checksum(*arrays) if shared and self._schedule.count_call() else 0
         )
@@ -160,7 +160,8 @@ class ProcessRows:
     def _list_own_slices(self, num_rows: int, start: int) -> list[slice]:
         """Return the slices of this process's rows in a batch that starts at row `start`."""
         num_blocks = sum(map(len, self._parts))
-        if num_rows % num_blocks:  # the batch was replicated, so its rows are in the order of the parts
+        if num_rows % num_blocks:
+            # This batch is replicated: it consists of the rows of each process group in `_parts`, one after the other.
             size = num_rows // len(self._parts)
             return [slice(start + self._own * size, start + (self._own + 1) * size)]
         size = num_rows // num_blocks
@@ -247,7 +248,7 @@ def wrap_failure_report(
         except (EngineError, jax.errors.JaxRuntimeError):
             raise  # the other processes are unreachable or raise the same error
         except Exception as error:
-            # All processes raise a marked error, or an inner `evaluate` has reported it, so report others only.
+            # All processes raise a marked error, or an inner `evaluate` has reported it, so report only unmarked ones.
             if not hasattr(error, _REPORTED):
                 setattr(error, _REPORTED, True)
                 with suppress(EngineError):  # the other processes may be gone

@@ -35,8 +35,8 @@ from layoutmap.engines.jax.padded import (
     compute_padded_shape,
     pad_array,
     unpad_array,
-    unwrap_padded,
-    wrap_padded,
+    unwrap_padded_array,
+    wrap_padded_array,
 )
 from layoutmap.engines.jax.trees import move_to_memory
 from layoutmap.engines.patches import set_temporarily
@@ -149,7 +149,7 @@ def _compile_placement(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable
 # -- the state of a model
 
 
-# Keras removes values from variables during a step, so keep the last ones for failures (decisions/0007).
+# Keras removes the values of variables during a step, so keep them in case the step fails (decisions/0007).
 class _LastValues:
     """Keep the last values of a model's variables, which Keras removes during a step."""
 
@@ -167,7 +167,7 @@ class _LastValues:
                 variable for group in _list_variable_groups(self._model, 4) for variable in group
             )
             with _use_stored_values():
-                state = tuple(list(map(unwrap_padded, group)) for group in original(**groups))
+                state = tuple(list(map(unwrap_padded_array, group)) for group in original(**groups))
             self._record_values(state)
             if purge_model_variables:
                 self._model._purge_model_variables(**groups)
@@ -202,7 +202,7 @@ class _LastValues:
                 owners = _name_variable_groups(model)
                 model._jax_state = {
                     name: values
-                    and [wrap_padded(x, v.shape) for x, v in zip(values, owners[name], strict=True)]
+                    and [wrap_padded_array(x, v.shape) for x, v in zip(values, owners[name], strict=True)]
                     for name, values in model._jax_state.items()
                 }
             original()
@@ -222,7 +222,7 @@ class _LastValues:
         ):
             for value, variable in zip(values, variables, strict=False):
                 if variable._value is None or variable._value.is_deleted():
-                    variable._value = wrap_padded(value, variable.shape)
+                    variable._value = wrap_padded_array(value, variable.shape)
                 lost |= _has_lost_values(variable._value)
         self._model._jax_state, self._model._jax_state_synced = None, True
         if lost:
@@ -270,7 +270,7 @@ def _copy_shared_buffers(variables: Iterable[keras.Variable]) -> None:
 def read_training_state(model: keras.Model) -> tuple[list[jax.Array], ...]:
     """Return the values that a model's training step takes."""
     return tuple(
-        [unwrap_padded(read_stored_array(variable)) for variable in group]
+        [unwrap_padded_array(read_stored_array(variable)) for variable in group]
         for group in _list_variable_groups(model, 4)
     )
 
@@ -348,7 +348,7 @@ def _wrap_to_compare_programs(step: Any, session: KerasSession) -> Method:
     """Wrap a compiled step to compare its lowered program between processes for each new batch signature."""
     known: set[object] = set()
 
-    def run_compared(state: State, data: object) -> object:
+    def run_after_comparing_programs(state: State, data: object) -> object:
         signature = tuple((np.shape(each), jax.numpy.result_type(each)) for each in jax.tree.leaves(data))
         if signature not in known:
             lowered = hash_lowered_step(step.__name__, step.lower(state, data))
@@ -356,7 +356,7 @@ def _wrap_to_compare_programs(step: Any, session: KerasSession) -> Method:
             known.add(signature)
         return step(state, data)
 
-    return run_compared
+    return run_after_comparing_programs
 
 
 def _make_multiprocess_step(step: Method, rows: ProcessRows, step_name: str, session: KerasSession) -> Method:
@@ -389,9 +389,9 @@ def _keep_step_layouts(model: keras.Model, original: Method, session: KerasSessi
         groups = _list_variable_groups(model, len(state))
         batch = jax.tree.map(_remove_padded_rows, data, is_leaf=_is_padded_rows)
         result, new = original(tuple(map(_unpad_values, state, groups)), batch)
-        # Programs return only even shards, so batches with padded rows need other layouts of the result.
+        # Programs return only even shards, so if the batch has padded rows, the result needs a different layout.
         has_padded_rows = any(map(_is_padded_rows, jax.tree.leaves(data, is_leaf=_is_padded_rows)))
-        # Each process reads rows and scalars of the result, so place them on its own devices.
+        # A process can read only arrays on its own devices, so place rows and scalars of the result there.
         if session.context.spans_processes or has_padded_rows:
             by_rows = original.__name__ == "predict_step"
             result = keras.tree.map_structure(

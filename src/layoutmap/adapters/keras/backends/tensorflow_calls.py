@@ -75,7 +75,7 @@ def _wrap_weight_reads(layer: keras.Layer, session: KerasSession, method_name: s
                 return original(*args, **kwargs)
             args, kwargs = relayout_layer_values((args, kwargs), session)
             results = original(*args, **kwargs)
-            # At the level AS_PLANNED, only loops over time get here, and DTensor may choose their outputs' layout.
+            # At the level AS_PLANNED, only recurrent layers get here, and DTensor may choose their outputs' layout.
             gathers = session.thread_state.gathering_level
             return relayout_layer_values(results, session) if gathers else results
 
@@ -108,7 +108,7 @@ def make_weight_reader(variable: Any, layout: Layout, session: KerasSession) -> 
             wanted = Layout.replicated(layout.mesh, layout.rank)
         variable.read_layout = wanted
         if session.thread_state.gathering_level:
-            # The optimizer relays out gradients that come from no layer, such as a regularizer's.
+            # Relay out the gradient, too. The optimizer relays out gradients from outside layers, as of regularizers.
             return relayout_with_gradient(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 

@@ -94,7 +94,9 @@ def _make_function_patch(module: object, name: str, replacement: Original) -> At
     return AttributePatch(module, name, make_wrapper)
 
 
-def _draw_replicated(original: Original, replicate: Replicate, *args: object, **kwargs: object) -> object:
+def _draw_replicated_array(
+    original: Original, replicate: Replicate, *args: object, **kwargs: object
+) -> object:
     """Return a replicated random array, so that it does not depend on the mesh."""
     return replicate(original(*args, **kwargs))
 
@@ -133,7 +135,7 @@ def _split_from_start(
     axis: object = 0,
     **kwargs: object,
 ) -> object:
-    # The gradient of a split concatenates, which DTensor does incorrectly along negative axes.
+    # The gradient of a split is a concatenation. DTensor does it wrongly along negative axes, so use a positive one.
     axis = axis % len(value.shape) if isinstance(axis, int) else axis
     return original(value, num_or_size_splits, axis, **kwargs)
 
@@ -143,7 +145,7 @@ def _create_tensor_array(original: Original, replicate: Replicate, *args: object
         return original(*args, **kwargs)
 
 
-def _scan_unrolled(
+def _compute_unrolled_scan(
     original: Original,
     replicate: Replicate,
     f: Original,
@@ -163,8 +165,8 @@ def _scan_unrolled(
     return init, tree.map_structure(lambda *each: tf.stack(each), *(made[::-1] if is_reversed else made))
 
 
-def _map_unrolled(original: Original, replicate: Replicate, f: Original, xs: object) -> object:
-    return _scan_unrolled(
+def _compute_unrolled_map(original: Original, replicate: Replicate, f: Original, xs: object) -> object:
+    return _compute_unrolled_scan(
         lambda *_: (None, original(f, xs)), replicate, lambda carry, x: (carry, f(x)), None, xs
     )[1]
 
@@ -183,7 +185,7 @@ def _make_replacement_by_name(name: str) -> Original:
 
 _PATCHES = Patches(
     [
-        *(_make_function_patch(keras_random, name, _draw_replicated) for name in _RANDOM),
+        *(_make_function_patch(keras_random, name, _draw_replicated_array) for name in _RANDOM),
         _make_function_patch(keras_random, "dropout", _compute_dropout),
         _make_function_patch(keras_numpy, "divide", _divide_rows),
         _make_function_patch(keras_numpy, "eye", _make_replacement_by_name("eye")),
@@ -200,8 +202,8 @@ _PATCHES = Patches(
         *(_make_function_patch(tf.linalg, name, _make_replacement_by_name(name)) for name in _OF_DIAGONALS),
         *(_make_function_patch(keras_nn, name, _make_replacement_by_name(name)) for name in _OF_WINDOWS),
         *(_make_function_patch(keras_backend, name, _unroll_loop) for name in _OF_TIME),
-        _make_function_patch(keras_core, "map", _map_unrolled),
-        _make_function_patch(keras_core, "scan", _scan_unrolled),
+        _make_function_patch(keras_core, "map", _compute_unrolled_map),
+        _make_function_patch(keras_core, "scan", _compute_unrolled_scan),
         _make_function_patch(
             keras_backend, "convert_to_numpy", lambda original, replicate, value: original(replicate(value))
         ),

@@ -151,7 +151,7 @@ def _find_needed_gathering_level(graph: tf.Graph) -> tuple[GatheringLevel, str]:
     found = GatheringLevel.AS_PLANNED, ""
     for op in graph.get_operations():
         value = tf.get_static_value(op.inputs[negative[op.type]]) if op.type in negative else None
-        if op.type == "ScatterNd":  # DTensor applies indices of global rows to each shard, so gather all
+        if op.type == "ScatterNd":  # DTensor applies indices of global rows to each shard, so gather
             return GatheringLevel.ALL, op.type
         if value is not None and (value < 0).any():
             found = GatheringLevel.WEIGHTS, op.type
@@ -175,7 +175,7 @@ def relayout_with_gradient(value: tf.Tensor, layout: Layout) -> tf.Tensor:
     @tf.custom_gradient
     def constrain(tensor: tf.Tensor) -> Any:
         def backward(upstream: tf.Tensor | tf.IndexedSlices) -> object:
-            # Optimizers update single rows from IndexedSlices, as in unsharded Keras, so keep them.
+            # Optimizers update single rows from IndexedSlices, as in unsharded Keras, so leave these unchanged.
             return upstream if isinstance(upstream, tf.IndexedSlices) else constrain_layout(upstream, layout)
 
         return constrain_layout(tensor, layout), backward
@@ -196,7 +196,7 @@ def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
 def has_fixed_layouts(layer: keras.Layer, session: KerasSession) -> bool:
     """Return whether only the layout of the batch may propagate into a layer at this gathering level."""
     if session.thread_state.gathering_level == GatheringLevel.AS_PLANNED:
-        # A loop over time with sharded features would all-reduce in each time step, so replicate its features.
+        # A recurrent layer with sharded features would all-reduce in each time step, so replicate its features.
         return isinstance(layer, keras.layers.RNN)
     is_innermost = layer._trainable_variables or layer._non_trainable_variables or not layer._layers
     return bool(is_innermost) or session.thread_state.gathering_level == GatheringLevel.ALL

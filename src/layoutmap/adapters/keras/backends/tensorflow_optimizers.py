@@ -26,7 +26,7 @@ def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
 
     @functools.wraps(original)
     def get_key(variable: keras.Variable) -> object:
-        # Reading the key would initialize a pending variable, so use its id until `update_references` runs.
+        # Keras's key would initialize a pending variable, so use the id instead until `update_references` runs.
         return id(variable) if is_pending(variable) else original(variable)
 
     return get_key
@@ -67,7 +67,7 @@ def _relayout_gradient(
     held: Any = weight if isinstance(weight, tf.Variable) else weight.value
     # DTensor computes the gradient in the layout in which the layer read the weight, so constrain it to that first.
     gradient = constrain_layout(relayout_gradient_as_read(gradient, held), layout)
-    held.read_layout = None  # so that the update reads the stored layout
+    held.read_layout = None  # so that the optimizer reads the weight in its stored layout
     return gradient
 
 

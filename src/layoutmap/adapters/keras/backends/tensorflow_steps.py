@@ -82,7 +82,7 @@ class _MeshStep:
         """Run Keras's step of the model on a batch that is on the mesh, eagerly or in a trace."""
         if not tf.executing_eagerly():
             check_writes_at_trace_end(f"the {self._name} step")
-        # Custom gradients, such as those of float8 layers, run after their layer's call, so keep the context open.
+        # Custom gradients, such as those of float8 layers, run after their layer's call, so open both contexts here.
         with _shard_outputs_along_batch(self._model, self._session), compute_on_mesh(self._session):
             return getattr(self._model, f"{self._name}_step")(batch)
 

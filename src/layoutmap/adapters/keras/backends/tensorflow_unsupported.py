@@ -23,9 +23,9 @@ from layoutmap.engines.tensorflow.refusals import find_problem_line, is_refusal
 
 L = keras.layers
 
-# DTensor does not support the operations that unpack these weights, so replicate them before.
+# DTensor does not support the operations that unpack these weights, so replicate the weights before unpacking them.
 _PACKED_QUANTIZATIONS = ("int8", "int4", "gptq", "awq")
-_SLOW_NUM_STEPS = 64  # each step takes 0.1 s to compile in each function, so warn of more
+_SLOW_NUM_STEPS = 64  # each time step takes 0.1 s to compile in each function, so warn of more
 # DTensor lacks rules for these layers' sharded weights, so the weights are gathered (decisions/0010).
 _NEED_REPLICATED_WEIGHTS = (
     *(L.Conv1D, L.Conv2D, L.Conv3D),
@@ -41,7 +41,7 @@ def get_layout_converter(layer: keras.Layer) -> Callable[[Layout], Layout] | Non
     in_few_bits = getattr(layer, "quantization_mode", None) in _PACKED_QUANTIZATIONS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
-    if isinstance(layer, L.Embedding):  # DTensor looks up sharded rows, but not parts of rows
+    if isinstance(layer, L.Embedding):  # DTensor supports tables sharded by rows, but not by columns
         return lambda layout: Layout([*layout.sharding_specs[:1], *[None] * (layout.rank - 1)], layout.mesh)
     return None
 

@@ -83,7 +83,7 @@ def compute_reverse(original: Original, args: Arguments) -> tf.Tensor:
     """Return an array reversed along some axes, by a gather."""
     values, axes = args.tensor, tf.get_static_value(args.axis)
     if axes is None or not values.shape.is_fully_defined():
-        # The indices of a gather need the size of the axis, so leave it to DTensor, which may refuse.
+        # The indices of a gather need the size of the axis, so run the original operation. DTensor may refuse it.
         return original(**vars(args))
     for axis in np.ravel(axes).tolist():
         values = tf.gather(values, tf.range(values.shape[axis] - 1, -1, -1), axis=axis % len(values.shape))

@@ -19,8 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.keras.backends.torch_calls import (
+    enter_outer_call,
     place_on_mesh,
-    run_outer_call,
     wrap_call_on_mesh,
     wrap_own_losses,
 )
@@ -66,11 +66,12 @@ class TorchBackend(Backend):
     single_scope_steps = MappingProxyType({"train_step": True})
     unsupported_board_options = ("write_images",)
     make_training_wrappers = staticmethod(make_training_wrappers)
+    # These methods would read variables without values, so `update_references` does their work.
     methods_disabled_in_scope = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
         (keras.Model, "_post_quantize"),
-    )  # these would read variables without values, so `update_references` does their work
+    )
     global_init_reasons = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs the whole matrix",
@@ -93,7 +94,7 @@ class TorchBackend(Backend):
         """Set Keras's default device to the mesh's device type, also for CPUs on a machine with GPUs."""
         kind = convert_device_type(str(get_engine("torch").bind_mesh(mesh).device_type))
         if torch.device(keras_core.DEFAULT_DEVICE).type != kind:
-            # Keras creates the inputs of models, also after their scope, so the change is permanent.
+            # Keras creates models' inputs on its default device, also after the scope, so change it permanently.
             keras_core.DEFAULT_DEVICE = kind
 
     @contextmanager
@@ -114,7 +115,7 @@ class TorchBackend(Backend):
         """Store a value, unsharded if small, so that later ones get its layout. Return the new `_layout` tag."""
         if _is_kept_unsharded(assignment):
             value = torch.nn.Parameter(torch.as_tensor(_to_numpy(value)), requires_grad=value.requires_grad)
-        # Keras has no hook for this, so set the methods on the instance. A copy of the variable gets its own.
+        # Keras has no hook for these methods, so set them on the instance. A copy of the variable gets its own methods.
         own = variable.__dict__
         own["_direct_assign"] = functools.partial(_assign_value, variable)
         own["__array__"] = functools.partial(_convert_to_numpy_array, variable)
@@ -190,7 +191,7 @@ class TorchBackend(Backend):
         if session is None:
             return _compute_gradients(model, x, y, sample_weight)
         batch = place_on_mesh((x, y, sample_weight), session)
-        with run_outer_call(session, batch):
+        with enter_outer_call(session, batch):
             return _compute_gradients(model, *batch)
 
 

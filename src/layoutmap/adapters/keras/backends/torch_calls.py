@@ -27,7 +27,7 @@ from layoutmap.engines.torch.dtensor_ops import (
     is_batch_divisible,
     record_copy,
 )
-from layoutmap.engines.torch.placing import reduce_partial, to_unsharded
+from layoutmap.engines.torch.placing import gather_if_sharded, reduce_if_partial
 
 
 def place_on_mesh(values: object, session: KerasSession) -> Any:
@@ -57,8 +57,8 @@ def compute_on_mesh(session: KerasSession) -> Generator[None]:
 
 
 @contextmanager
-def run_outer_call(session: KerasSession, values: object) -> Generator[None]:
-    """Run the thread's outermost call or step on the mesh, with these inputs, until the block ends."""
+def enter_outer_call(session: KerasSession, values: object) -> Generator[None]:
+    """In a `with` block, compute the thread's outermost call or step, which has the inputs `values`, on the mesh."""
     here = session.thread_state
     here.has_replicated_inputs = not all(map(is_batch_divisible, keras.tree.flatten(values)))
     sums = ReduceProductsMode() if here.has_replicated_inputs else nullcontext()
@@ -100,7 +100,7 @@ def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: st
                 args, kwargs = _map_nested_values(hook_gradient_reduction, (args, kwargs))
             # Reduce a partial sum, such as rows of a row-sharded embedding, once here instead of at each use.
             return _constrain_to_batch_layout(
-                _map_nested_values(reduce_partial, function(*args, **kwargs)), layer, session
+                _map_nested_values(reduce_if_partial, function(*args, **kwargs)), layer, session
             )
         given = keras.tree.flatten((args, kwargs))
         tensors = [each for each in given if isinstance(each, (torch.Tensor, np.ndarray))]
@@ -109,7 +109,7 @@ def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: st
         session.raise_if_plan_only(layer.name)
         stays = any(isinstance(each, DTensor) for each in tensors)
         args, kwargs = place_on_mesh((args, kwargs), session)
-        with run_outer_call(session, (args, kwargs)):
+        with enter_outer_call(session, (args, kwargs)):
             results = function(*args, **kwargs)
         return results if stays else unshard_results(results)
 
@@ -182,4 +182,4 @@ def _unshard_tensor(value: object) -> object:
     if not isinstance(value, DTensor):
         return value
     with simulation.simulate_mesh(value.device_mesh):
-        return to_unsharded(value).clone()
+        return gather_if_sharded(value).clone()

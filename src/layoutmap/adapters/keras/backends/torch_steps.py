@@ -12,8 +12,8 @@ import torch
 
 from layoutmap.adapters.keras.backends.torch_calls import (
     compute_on_mesh,
+    enter_outer_call,
     place_on_mesh,
-    run_outer_call,
     unshard_results,
 )
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
@@ -34,7 +34,7 @@ def make_training_wrappers(model: Any, session: KerasSession) -> WrappedMethods:
     schedule = CallSchedule()
 
     def make_step(step_name: str, make_keras_step: Callable[[], Callable[..., object]]) -> _MeshStep:
-        _refuse_compiling(model)
+        _check_no_jit_compile(model)
         return _MeshStep(model, session, make_keras_step(), schedule)
 
     return make_step_wrappers(model, session, schedule, make_step)
@@ -65,13 +65,13 @@ class _MeshStep:
                 if is_compared
                 else nullcontext()
             )
-            with draws, run_outer_call(session, batches):
+            with draws, enter_outer_call(session, batches):
                 results = self._step(batches)
         with torch.no_grad():
             return unshard_results(results)
 
 
-def _refuse_compiling(model: keras.Model) -> None:
+def _check_no_jit_compile(model: keras.Model) -> None:
     if model.jit_compile:
         raise ScopeError(
             f"{model.name}: jit_compile=True does not work for sharded models on torch",
@@ -84,14 +84,14 @@ def make_export_refusal(model: keras.Model) -> Callable[..., object]:
     """Return an `export` that raises an error with an alternative."""
 
     @functools.wraps(model.export)
-    def refuse_export(*args: object, **kwargs: object) -> object:
+    def raise_export_error(*args: object, **kwargs: object) -> object:
         raise ScopeError(
             f"{model.name}: a sharded model cannot be exported on torch",
             why="the export would contain the shards of a mesh",
             fix="save it, load it outside of a scope by keras.models.load_model, and export that model",
         )
 
-    return refuse_export
+    return raise_export_error
 
 
 def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:

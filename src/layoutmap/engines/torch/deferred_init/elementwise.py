@@ -114,7 +114,7 @@ class ReaderBuilder:
         if view.is_dense:
             reader = self._make_memory_reader(view.memory, until, index_map.map_to_memory(view))
             return ShiftedReader(reader, view.offset) if view.offset else reader
-        # A small view of a large memory returns None, because its reader would read all of the memory.
+        # Return None for a small view of a large storage, because a reader of the view would compute the whole storage.
         if not view.is_ordered or view.memory.numel > _MAX_GAP * view.numel:
             return None
         reader = self._make_memory_reader(view.memory, until, index_map.map_to_memory(view))
@@ -123,7 +123,8 @@ class ReaderBuilder:
     def _make_memory_reader(self, memory: DeferredMemory, until: int, index_map: IndexMap) -> Reader:
         """Return a reader of a memory's values before step `until`. Consumers with equal index maps share a reader."""
         version = bisect.bisect_left(memory.writes, until) - 1
-        key = (memory, version, index_map)  # a reader yields each element once, so the key includes the map
+        # Consumers with different maps read in different orders, so they need different readers.
+        key = (memory, version, index_map)
         if key not in self._readers:
             self._readers[key] = self._make_version_reader(memory, version, index_map)
         return _register_consumer(self._readers[key])
@@ -133,9 +134,9 @@ class ReaderBuilder:
         partial_writes: list[tuple[RecordedStep, View]] = []
         while True:
             step = self._steps[memory.writes[version]]
-            made = step.find_created_view(memory)
+            made = step.find_result_that_created(memory)
             written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
-            # Each span is processed by all partial writes, so limit their number.
+            # Every partial write takes part in the computation of each span, so limit the number of partial writes.
             if len(written) != 1 or len(partial_writes) > _MAX_PARTIAL_WRITES:
                 raise self._make_step_error(step)
             [view] = written
@@ -151,7 +152,7 @@ class ReaderBuilder:
         made = [self._make_partial_write(step, view, index_map) for step, view in reversed(partial_writes)]
         return OverwritingReader(base, made)
 
-    # -- steps that write part of a memory
+    # -- steps that write part of a storage
 
     def _make_partial_write(self, step: RecordedStep, view: View, index_map: IndexMap) -> SpanWrite:
         """Return a function that overwrites elements with the values that a step writes to a part of a memory."""
@@ -302,7 +303,7 @@ class ReaderBuilder:
 
     def _make_step_error(self, step: RecordedStep) -> NeedsWholeTensorError:
         """Return the error that a step cannot be computed in one pass. It names the step that is the cause."""
-        memories = {view.memory for view in step.list_inputs()}
+        memories = {view.memory for view in step.iterate_inputs()}
         before = (self._steps[n] for n in find_needed_indices(self._steps, memories, step.number))
         cause = next((e for e in before if not can_be_split(e)), step) if can_be_split(step) else step
         caller, name = cause.caller or step.caller, cause.name

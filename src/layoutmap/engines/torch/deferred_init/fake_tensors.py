@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,

@@ -44,11 +44,12 @@ class _RecordingModes(ClosingContext):
 
     def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
-        self._inner = inner  # a mode that an interrupt may leave active, so `close` leaves it, too
+        self._inner = inner  # `close` also ends this mode, because an interrupt may have left it active
         self._thread = threading.get_ident()
 
     def open(self) -> None:
-        # A recording that ended on another thread could not remove its modes here, so remove them now.
+        # A recording may have ended on another thread, which could not remove its modes from this thread, so remove
+        # them now.
         for mode in (*list_function_modes(), *list_dispatch_modes()):
             if isinstance(mode, (_ReadMode, _OperationMode)) and not mode.tape.is_recording:
                 _leave_mode(mode)
@@ -99,7 +100,8 @@ class _ReadMode(TorchFunctionMode):
         if func in _COPIES and self.tape.is_deferred(args[0]):
             return _copy_deferred_tensor(*args)
         if func is torch.Tensor.data_ptr and self.tape.is_deferred(args[0]):
-            # A deferred tensor has no address, so return a number that is unique for each offset of each memory.
+            # A deferred tensor has no address, so return a number that differs between storages and between offsets in
+            # a storage.
             return get_storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
             return func(args[0], self._convert_data_like(*args))
@@ -111,7 +113,11 @@ class _ReadMode(TorchFunctionMode):
         """Return the data to assign to a tensor: deferred if the tensor is deferred, otherwise with values."""
         if self.tape.is_deferred(tensor) == self.tape.is_deferred(data):
             return data
-        return self.tape.defer(data) if self.tape.is_deferred(tensor) else self.tape.evaluate_tensors(data)
+        return (
+            self.tape.defer_tensor(data)
+            if self.tape.is_deferred(tensor)
+            else self.tape.evaluate_tensors(data)
+        )
 
 
 def _copy_deferred_tensor(tensor: torch.Tensor, memo: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -136,7 +142,7 @@ _open = threading.local()  # weak references to the tapes that record on this th
 
 
 def _list_recording_tapes() -> list[Any]:
-    # An interrupt may leave dead references, so skip these.
+    # After an interrupt, the list may contain references to deleted tapes, so skip these.
     return [t for ref in getattr(_open, "tapes", ()) if (t := ref()) is not None and t.is_recording]
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_N, _M, _A = 624, 397, 0x9908B0DF  # MT19937: words per block, offset of the recurrence, mask
+_N, _M, _A = 624, 397, 0x9908B0DF  # constants of MT19937: words per block, offset of the recurrence, mask
 _DEGREE = 19937
 _ROWS = 256
-_MIN_JUMP_BLOCKS = 32  # stepping is faster for fewer blocks
+_MIN_JUMP_BLOCKS = 32  # for fewer blocks, stepping is faster than a jump
 
 # Offsets in torch's state: seed, words left (32 bits), seeded flag (32 bits), next word, the block with 64 bits per
 # word, and the cached second number of a normal pair.
@@ -70,7 +70,7 @@ def can_jump_exactly() -> bool:
             jump_ahead(jumped, words)
             if not torch.equal(drawn.get_state(), jumped.get_state()):
                 return False
-    except (ValueError, RuntimeError):  # this torch version stores the state in another format
+    except (ValueError, RuntimeError):  # this version of torch has a different format of the state
         return False
     return True
 

@@ -67,7 +67,7 @@ def is_pointwise(step: RecordedStep) -> bool:
         return False
     if step.name == "pow":
         return step.args[1] in _EXPONENTS
-    # With any other `alpha`, elements of a fused multiply-add round once and others twice, so their bits differ.
+    # With any other `alpha`, a fused multiply-add rounds some elements once and others twice, so the bits may differ.
     return step.kwargs.get("alpha", 1) in (1, -1)
 
 

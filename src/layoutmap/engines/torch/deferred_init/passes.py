@@ -70,7 +70,7 @@ def iterate_spans_by_tiles(
 ) -> Iterator[tuple[ElementSpan, list[BlockSlice]]]:
     """Yield the spans of each block, each with its `BlockSlice`. Spans end at borders of tiles or of the block."""
     columns = count_columns(shape)
-    # `row_axis` is the first axis within a row.
+    # The first axis of which a row contains all elements; the axes before it number the rows.
     row_axis = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
     for block, index in enumerate(indices):
         if math.prod(compute_block_shape(index)):

@@ -33,14 +33,14 @@ class Reader:
             UnreadableSpanError: The rows have a distance that this reader does not support, or the span is before the
                 elements that were read last.
         """
-        if self.consumers < 2:  # a single consumer reads each span once, so do not cache it
+        if self.consumers < 2:  # without other consumers, each span is read once, so do not cache it
             return self._compute_elements(span)
         if self._span == span:
             return self._values
         last = self._span
         if last.start <= span.start and span.stop <= last.stop and last.rows == span.rows == 1:
             return self._values[span.start - last.start : span.stop - last.start]
-        self._values = self._compute_elements(span)  # other consumers read the span next, so cache it
+        self._values = self._compute_elements(span)  # the other consumers read this span next, so cache it
         self._span = span
         return self._values
 

@@ -17,7 +17,7 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.trees import tree_map
 
-_NUM_COMPARED = 1024  # processes compare only this number of file elements, to avoid reading the whole tensor
+_NUM_COMPARED = 1024  # number of elements of a file that processes compare, to avoid reading the whole tensor
 
 
 class Recipe:
@@ -53,7 +53,7 @@ class Recipe:
         except NeedsWholeTensorError as reason:
             self.why_global = str(reason)
 
-    # The bits must equal the unsharded program's, so replay all operations if pieces do not suffice (decisions/0006).
+    # The bits must be the unsharded program's, so replay all operations if pieces do not suffice (decisions/0006).
     def compute_global_value(self) -> torch.Tensor:
         """Return the unsharded tensor, with the strides that it has in the unsharded program."""
         if not self.why_global:
@@ -78,7 +78,7 @@ class Recipe:
             if isinstance(leaf, Constant):
                 few = leaf.value[-1:].reshape(-1)[-_NUM_COMPARED:] if leaf.is_mapped_file else leaf.value
                 return f"{leaf.value.dtype}{list(leaf.value.shape)} {_format_checksum(few)}"
-            # The device index differs between processes, so leave it out.
+            # The index of a device differs between processes, so compare only its type.
             return leaf.type if isinstance(leaf, torch.device) else leaf
 
         lines = [format_leaf(self._view)]
@@ -124,7 +124,7 @@ class Recipe:
         [source] = step.args
         if not isinstance(source, View) or self._until <= self._view.memory.writes[-1]:
             return None
-        decisive = step.name == "any"  # the value that decides the result, after which the pass stops
+        decisive = step.name == "any"  # element value that decides the result and ends the pass
         try:
             reader = ReaderBuilder(self._steps, self._piece).make_reader(source, self._view.memory.writes[0])
             shape = source.geometry.shape
@@ -137,7 +137,7 @@ class Recipe:
 
     def _fill_blocks(self, blocks: Sequence[tuple[Index, torch.Tensor]]) -> bool:
         """Fill blocks with their values in one pass, and return whether one pass was enough."""
-        # Elements arrive in memory order, so permute indices and blocks to it.
+        # Elements are computed in memory order, so permute the axes of indices and blocks to this order.
         order = self._view.axis_order
         indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
         permuted = [block.permute(order) for _, block in blocks]

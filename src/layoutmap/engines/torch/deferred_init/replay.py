@@ -25,7 +25,7 @@ def _is_memory_overwritten(step: RecordedStep, memory: DeferredMemory) -> bool:
     """Return whether a step overwrites all values of a memory without reading them."""
     if step.op.overloadpacket not in OVERWRITING or not step.writes[0].is_whole_memory:
         return False
-    return sum(view.memory is memory for view in step.list_inputs()) == 1
+    return sum(view.memory is memory for view in step.iterate_inputs()) == 1
 
 
 def replay_steps(steps: Sequence[RecordedStep], views: Sequence[View], until: int) -> list[torch.Tensor]:
@@ -39,12 +39,12 @@ def replay_steps(steps: Sequence[RecordedStep], views: Sequence[View], until: in
             _replay_step(steps[index], storages)
             for memory in {view.memory for view in _list_step_views(steps[index])}:
                 if last_use[memory] == index and memory not in kept:
-                    storages.pop(memory, None)  # no later step reads this memory, so free it
+                    storages.pop(memory, None)  # no later step reads this storage, so free it
         return [view.make_tensor(_get_storage(view.memory, storages)) for view in views]
 
 
 def _list_step_views(step: RecordedStep) -> list[View]:
-    return [*step.list_inputs(), *(view for view in step.results if view is not None)]
+    return [*step.iterate_inputs(), *(view for view in step.results if view is not None)]
 
 
 def find_needed_indices(
@@ -63,8 +63,10 @@ def find_needed_indices(
         seen.add((memory, number))
         found.add(number)
         step = steps[number]
-        over = step.find_created_view(memory) is not None or _is_memory_overwritten(step, memory)
-        todo += [(view.memory, number) for view in step.list_inputs() if not (over and view.memory is memory)]
+        over = step.find_result_that_created(memory) is not None or _is_memory_overwritten(step, memory)
+        todo += [
+            (view.memory, number) for view in step.iterate_inputs() if not (over and view.memory is memory)
+        ]
         if not over:
             todo.append((memory, number))
     return sorted(found)
@@ -101,7 +103,7 @@ def _replay_step(step: RecordedStep, storages: dict[DeferredMemory, torch.Untype
         if view is None or view.memory in storages:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
-            # Later steps use the predicted strides, so copy the result into memory with these strides.
+            # Later steps were recorded with the predicted strides, so copy the result into memory with these strides.
             view.make_tensor(_get_storage(view.memory, storages)).copy_(tensor)
         else:
             storages[view.memory] = tensor.untyped_storage()

@@ -195,11 +195,11 @@ class RecordedStep:
         """The operation's name without its overload."""
         return self.op.overloadpacket.__name__.rstrip("_")
 
-    def list_inputs(self) -> Iterator[View]:
+    def iterate_inputs(self) -> Iterator[View]:
         """Return the deferred tensors among the arguments."""
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
 
-    def find_created_view(self, memory: DeferredMemory) -> View | None:
+    def find_result_that_created(self, memory: DeferredMemory) -> View | None:
         """Return the result for which this step created a memory, or None if it did not create that memory."""
         written = {view.memory for view in self.writes}
         for view in self.results:

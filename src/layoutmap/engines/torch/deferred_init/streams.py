@@ -31,7 +31,7 @@ from layoutmap.engines.torch.operators import (
 PIECE = 1 << 18
 """The number of elements in a piece: 1 MiB of float32."""
 
-_RNG_GROUP = 16  # torch fills groups of 16 elements, and other elements differently
+_RNG_GROUP = 16  # torch draws 16 elements at once, and computes the remaining ones differently
 _MIN_JUMP_WORDS = 1 << 22
 
 aten = torch.ops.aten
@@ -56,7 +56,8 @@ class RandomFill:
     def draw_next_values(self, numel: int, generator: torch.Generator) -> torch.Tensor:
         """Return the next random values of a generator."""
         if self.strided:
-            # torch draws in a different order into strided memory, so use such memory.
+            # The program draws into strided memory, which torch fills in a different order, so use strided memory here,
+            # too.
             values = torch.empty(2 * numel, dtype=self.dtype, device="cpu")[::2]
         else:
             values = torch.empty(numel, dtype=self.dtype, device="cpu")
@@ -66,9 +67,9 @@ class RandomFill:
     def skip_values(self, numel: int, generator: torch.Generator) -> None:
         """Advance a generator as if `numel` values were drawn."""
         words = _count_generator_words(self)
-        # The last group may cache the second number of a normal pair, so draw it.
+        # Always draw the last group, because it may leave the second number of a normal pair in the generator's cache.
         ahead = (numel - _RNG_GROUP) // _RNG_GROUP * _RNG_GROUP
-        # For shorter distances, drawing is faster than a jump.
+        # A jump is slower than drawing the skipped numbers if they are few.
         if ahead * words >= _MIN_JUMP_WORDS and jump.can_jump_exactly():
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead

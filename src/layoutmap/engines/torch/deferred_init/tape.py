@@ -48,7 +48,7 @@ from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 SMALLEST = 4096
-_MAX_COPIED = 1 << 12  # larger constants are copied only when something changes them
+_MAX_COPIED = 1 << 12  # number of elements; larger constants are copied only if something changes them
 
 
 # No device may store a full weight, so record operations and replay them in pieces (decisions/0006).
@@ -158,22 +158,22 @@ class Tape:
                     why="a tape either runs or records an operation",
                     fix="create all tensors inside record_operations(), or all before it",
                 )
-            return self._run_evaluated(op, args, kwargs, written)
+            return self._run_with_evaluated_arguments(op, args, kwargs, written)
         try:
             inferred = self._infer_fake_result(op, args, kwargs)
         except UNSUPPORTED_ERRORS:
-            if written:  # running it would change only a temporary copy, so raise
+            if written:  # the operation would change only a temporary copy, so raise
                 raise
-            return self._run_evaluated(op, args, kwargs, written)
+            return self._run_with_evaluated_arguments(op, args, kwargs, written)
         is_drawn = find_generator(op, args, kwargs) is not None
         can_all_wait = all(
             can_defer(leaf) for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)
         )
         if not can_all_wait or (is_drawn and find_generator_overload(op) is None):
-            return self._run_evaluated(op, args, kwargs, written)
+            return self._run_with_evaluated_arguments(op, args, kwargs, written)
         return self._record_step(op, args, kwargs, written, inferred)
 
-    def defer(self, tensor: torch.Tensor) -> torch.Tensor:
+    def defer_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a deferred tensor with the values of a real tensor."""
         copy = torch.ops.aten.clone.default
         with torch.no_grad():
@@ -217,7 +217,8 @@ class Tape:
         for leaf in written:
             self._copy_lent_constants(leaf)
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
-        # Deferring results that are not much larger than existing tensors saves little memory.
+        # Compute a result that is not much larger than existing tensors at once, because deferring it saves little
+        # memory.
         bound = max(self._min_numel, 2 * known + 1 if known else 0)
         if written or can_return_view(op) or (not tensors and args and count_shape_elements(args[0]) < bound):
             return op(*args, **kwargs)
@@ -233,7 +234,9 @@ class Tape:
             return op(*args, **kwargs)
         return self._record_step(op, args, kwargs, [], inferred)
 
-    def _run_evaluated(self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]) -> Any:
+    def _run_with_evaluated_arguments(
+        self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]
+    ) -> Any:
         """Compute the deferred arguments of an operation, and run it with them. It changes the tensors `written`."""
         for leaf in written:
             self._copy_lent_constants(leaf)
@@ -243,7 +246,7 @@ class Tape:
     def _infer_fake_result(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Return an operation's result as fake tensors, without running it."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
-            return args[0]  # a fill changes only values, so the result is its first argument
+            return args[0]  # a fill changes only the values of its first argument, so return that
         args, kwargs = tree_map(self._detach_leaf, (args, kwargs))
         with self._fake:
             return op(*args, **kwargs)
@@ -251,7 +254,7 @@ class Tape:
     def _detach_leaf(self, leaf: object) -> object:
         if isinstance(leaf, torch.Generator):
             return None
-        # A fake mode caches each real tensor that it sees, so detach it.
+        # A fake mode keeps each real tensor that it sees in a cache, so pass a detached tensor.
         return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
 
     def _record_step(
@@ -261,7 +264,7 @@ class Tape:
         made_tensors = [leaf for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.is_deferred(each)]
         if not fresh and (not written or torch.Tag.inplace_view in op.tags):
-            return inferred  # the results are views, so nothing is recorded
+            return inferred  # the results are views of deferred tensors, so record nothing
         number = len(self._steps)
         for tensor in fresh:
             memory = DeferredMemory(tensor.untyped_storage(), tensor.dtype, [number])
@@ -269,7 +272,7 @@ class Tape:
         if "dtype" in list_argument_names(op) and not any(
             isinstance(x, torch.Tensor) for x in tree_leaves(args)
         ):
-            # The default dtype may change before the replay, so store it.
+            # The program may change the default dtype before the replay, so store the dtype in the arguments.
             kwargs = {**kwargs, "dtype": made_tensors[0].dtype}
         generator = find_generator(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
@@ -302,7 +305,7 @@ class Tape:
                     return dataclasses.replace(step, seed=int(seed))
                 fill.skip_values(view.numel, generator)
                 return step
-            views = list(step.list_inputs())
+            views = list(step.iterate_inputs())
             made = dict(zip(views, self._compute_views(views), strict=True))
             args, kwargs = tree_map(
                 lambda leaf: (

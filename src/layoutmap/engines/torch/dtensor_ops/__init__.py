@@ -10,11 +10,15 @@ the others     tables of functions: losses, norms, attention, convolutions, recu
 """
 
 from layoutmap.engines.torch.dtensor_ops.conversions import extract_first_rank as extract_first_rank
+from layoutmap.engines.torch.dtensor_ops.local_values import (
+    check_value_is_no_shard as check_value_is_no_shard,
+)
 from layoutmap.engines.torch.dtensor_ops.local_values import has_local_tensor as has_local_tensor
 from layoutmap.engines.torch.dtensor_ops.local_values import has_shard as has_shard
-from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard as refuse_shard
+from layoutmap.engines.torch.dtensor_ops.memories import (
+    check_no_slice_is_outdated as check_no_slice_is_outdated,
+)
 from layoutmap.engines.torch.dtensor_ops.memories import record_copy as record_copy
-from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated as refuse_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops as enable_dtensor_ops
 from layoutmap.engines.torch.dtensor_ops.outside import install_patches_for_mesh as install_patches_for_mesh
 from layoutmap.engines.torch.dtensor_ops.randomness import check_equal_draws as check_equal_draws

@@ -86,7 +86,7 @@ def _draw_local_mask(
     kept: dict[int, int],
 ) -> torch.Tensor:
     """Draw only this device's shard of a dropout mask, and return it."""
-    if p > 1:  # this is invalid, so call torch, which raises the error
+    if p > 1:  # the probability is invalid, so let torch raise its error
         return _draw_global_mask(shape, dtype, device, p, mesh, kept)
     placements = make_placements(mesh, kept)
     return get_local(draw_sharded_mask(shape, dtype, device, p, mesh, placements, divisor=1 - p))
@@ -119,7 +119,7 @@ def _attend_with_mask(
         scores = scores.masked_fill(~kept, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    # As in torch's kernels, fully masked rows give zeros, not NaN.
+    # Return zeros for a fully masked row, as torch's kernels do. The softmax would be NaN.
     nothing = torch.isneginf(scores).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
     return ((weights * drawn) @ value).to(dtype)
@@ -136,10 +136,10 @@ def _attend_multi_head(draw: Function, function: Function, args: Args, kwargs: K
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     # Gather the embedding axis, because the function splits it into heads.
     kept = find_sharded_axes(batched, mesh, [1])
-    of_weights = dict.fromkeys(kept, 0)  # the first axis of the attention weights contains the batch
+    of_weights = dict.fromkeys(kept, 0)  # the batch is the first axis of the attention weights
     drops = given["training"] and given["dropout_p"] > 0
     mask = draw(*_find_attention_weights_form(given), given["dropout_p"], mesh, of_weights) if drops else None
-    # Reuse one shard for equal arguments, because self-attention projects them together.
+    # Use one shard if arguments are the same tensor, because self-attention then projects them together.
     shards: dict[int, torch.Tensor] = {}
     for name, each in tensors.items():
         if id(each) not in shards:
@@ -148,13 +148,15 @@ def _attend_multi_head(draw: Function, function: Function, args: Args, kwargs: K
         given[name] = shards[id(each)]
     if mask is not None:
 
-        def attend_masked(q: Any, k: Any, v: Any, bias: Any, p: float, causal: bool) -> torch.Tensor:
+        def attend_with_mask(q: Any, k: Any, v: Any, bias: Any, p: float, causal: bool) -> torch.Tensor:
             return _attend_with_mask([q, k, v], bias, mask, is_causal=causal)
 
         def drop_weights(weights: torch.Tensor, p: float) -> torch.Tensor:
             return weights * mask
 
-        attend = unwrap_function(function, dropout=drop_weights, scaled_dot_product_attention=attend_masked)
+        attend = unwrap_function(
+            function, dropout=drop_weights, scaled_dot_product_attention=attend_with_mask
+        )
     else:
         attend = function
     output, weights = attend(**given)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.backward import Ctx
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
 from layoutmap.engines.torch.dtensor_ops.lookups import (
     check_index_range,
     find_local_rows,
@@ -58,7 +58,9 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
     axis = 0 if x.ndim == 1 else 1
     has_labels = x.shape != target.shape
     if has_labels and (target.shape != x.shape[:axis] + x.shape[axis + 1 :] or target.dtype not in _LABELS):
-        return compute_gathered(function, args, kwargs)  # the labels are invalid, so torch raises the error
+        return compute_on_gathered(
+            function, args, kwargs
+        )  # the labels are invalid, so let torch raise its error
     mesh = find_device_mesh((x, target, weight))
     kept = find_sharded_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
     class_dims = (
@@ -71,7 +73,7 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
     labels = reshard_to_local(target, mesh, of_rows if has_labels else shards, shards)
     counted = None
     if has_labels:
-        labels = labels.long()  # cross_entropy also accepts uint8, but gather needs int64
+        labels = labels.long()  # `cross_entropy` accepts uint8 labels, but `gather` needs int64
         counted = labels != given.get("ignore_index", -100)
     weights = None if weight is None else reshard_to_local(weight, mesh, {}, shards)
     if class_dims:
@@ -177,7 +179,8 @@ class _MeanOverDevices(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # Each device computes with the mean for its own part, so gradients of the mean are summands.
+        # Each device uses the mean for its own part of the batch, so the gradient of the mean is the sum of all
+        # devices' gradients.
         of_gradient = make_replicated_placements(ctx.mesh)
         for dim in ctx.dims:
             of_gradient[dim] = Partial()

@@ -20,7 +20,7 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.changes import meshes
 from layoutmap.engines.torch.dtensor_ops.local_values import mark_local_tensor
-from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
+from layoutmap.engines.torch.dtensor_ops.memories import check_no_slice_is_outdated
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import (
@@ -29,7 +29,7 @@ from layoutmap.engines.torch.placing import (
     make_replicated_placements,
     redistribute_if_needed,
     redistribute_tensor,
-    replace_partial,
+    replace_partial_placements,
     replicate_gradient,
     replicate_tensor,
     restore_axis_order,
@@ -52,9 +52,9 @@ def to_local(
     """Replace `tensor.to_local()`: return the local tensor, marked if it differs between devices."""
     if tensor.device_mesh not in meshes:
         return original(tensor, grad_placements=grad_placements)
-    refuse_outdated("to_local", tensor)
+    check_no_slice_is_outdated("to_local", tensor)
     local = _ToLocal.compute_result(tensor, _GradientPlacements(tensor.placements, grad_placements))
-    if getattr(tensor, "_is_param", False):  # like torch, return a parameter's shard as a parameter
+    if getattr(tensor, "_is_param", False):  # return the shard of a parameter as a parameter, as torch does
         local._is_param = True
     return mark_local_tensor(local, tensor.placements)
 
@@ -66,13 +66,13 @@ def full_tensor(
     """Replace `tensor.full_tensor()`: return one unsharded tensor, also if devices are simulated."""
     if tensor.device_mesh not in meshes:
         return original(tensor, grad_placements=grad_placements)
-    refuse_outdated("full_tensor", tensor)
+    check_no_slice_is_outdated("full_tensor", tensor)
     whole = redistribute_if_needed(tensor, make_replicated_placements(tensor.device_mesh))
     local = _ToLocal.compute_result(whole, _GradientPlacements(whole.placements, grad_placements))
     if simulation.is_simulated():
         local = extract_first_rank(local)
         if is_replicated(tensor):
-            local = local.clone()  # so that it does not share memory with a simulated device
+            local = local.clone()  # the result must not share memory with a simulated device
     return mark_local_tensor(local, whole.placements)
 
 
@@ -92,7 +92,7 @@ def redistribute(
     mesh = tensor.device_mesh
     if mesh not in meshes:
         return original(tensor, device_mesh, placements, **options)
-    refuse_outdated("redistribute", tensor)
+    check_no_slice_is_outdated("redistribute", tensor)
     if device_mesh is not None and device_mesh != mesh:
         raise EngineError(
             "cannot redistribute: the target is on another mesh",
@@ -171,7 +171,7 @@ def _is_composite_tensor(local: torch.Tensor) -> bool:
     """Return whether a tensor is of a class from outside torch that consists of several tensors."""
     if isinstance(local, DTensor):
         return False
-    kind = type(simulation.get_first_local(local))
+    kind = type(simulation.get_first_local_tensor(local))
     return hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.")
 
 
@@ -194,22 +194,23 @@ def distribute_tensor(
                 return original(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
             made: Any = _redistribute_to_any_axes(tensor, wanted).detach()
             return made.requires_grad_(tensor.requires_grad)
-        if simulation.is_simulated() and simulation.get_first_local(tensor) is tensor:
+        if simulation.is_simulated() and simulation.get_first_local_tensor(tensor) is tensor:
             ranks = simulation.list_ranks(device_mesh)
             tensor = simulation.copy_to_ranks(tensor, ranks).requires_grad_(tensor.requires_grad)
-        if type(simulation.get_first_local(tensor)) not in (torch.Tensor, torch.nn.Parameter):
-            # While a graph is recorded, tensors have no values, so torch's own implementation could not send them.
+        if type(simulation.get_first_local_tensor(tensor)) not in (torch.Tensor, torch.nn.Parameter):
+            # While a graph is recorded, tensors have no values, and torch's implementation, which sends values, would
+            # fail.
             return _redistribute_to_any_axes(replicate_tensor(tensor.detach(), device_mesh), wanted)
         return original(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
 
-# Devices may compute with different parts of a local tensor, so its gradient is summed (decisions/0151).
+# Each device may use a different part of its local tensor, so the gradients of all devices are summed (decisions/0151).
 class _GradientPlacements:
     """Determine the placements of the gradient that `to_local` passes back."""
 
     def __init__(self, placements: Sequence[Placement], requested: Sequence[Placement] | None = None) -> None:
         self._placements, self._requested = tuple(placements), None if requested is None else tuple(requested)
-        self.summed = set[int]()  # mesh dims over which the local computations differ
+        self.summed = set[int]()  # mesh dims over which devices use different parts of the tensor
 
     def find_placements(self) -> tuple[Placement, ...]:
         """Return the placements of the gradient. They may change until the forward pass ends."""
@@ -245,7 +246,11 @@ def extract_first_rank(local: torch.Tensor) -> torch.Tensor:
 
     All ranks must have equal tensors. The gradient is copied to all ranks.
     """
-    return local if simulation.get_first_local(local) is local else _ExtractFirstRank.compute_result(local)
+    return (
+        local
+        if simulation.get_first_local_tensor(local) is local
+        else _ExtractFirstRank.compute_result(local)
+    )
 
 
 class _ToLocal(CustomGradient):
@@ -253,7 +258,7 @@ class _ToLocal(CustomGradient):
     def forward(ctx: Ctx, tensor: DTensor, gradient: _GradientPlacements) -> torch.Tensor:
         ctx.spec, ctx.gradient = get_spec(tensor), gradient
         local = get_local(tensor)
-        return local.view_as(local)  # a new tensor, because autograd attaches the result to this function
+        return local.view_as(local)  # return a new tensor, because autograd attaches it to this function
 
     @staticmethod
     def list_tensors_to_check(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -262,14 +267,17 @@ class _ToLocal(CustomGradient):
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         spec = replace_placements(ctx.spec, ctx.gradient.find_placements(), upstream[0].dtype)
-        gradient = upstream[0].contiguous()  # expanded gradients have zero strides, unlike the spec
+        gradient = upstream[0].contiguous()  # an expanded gradient has zero strides, unlike its spec
         return _FromLocal.compute_result(gradient, spec), None
 
 
 class _FromLocal(CustomGradient):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-        ctx.spec, ctx.is_one = spec, simulation.is_simulated() and simulation.get_first_local(local) is local
+        ctx.spec, ctx.is_one = (
+            spec,
+            simulation.is_simulated() and simulation.get_first_local_tensor(local) is local,
+        )
         if ctx.is_one:
             local = simulation.copy_to_ranks(local, simulation.list_ranks(spec.mesh))
         return make_dtensor(restore_axis_order(local.detach(), spec), spec)
@@ -280,7 +288,7 @@ class _FromLocal(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        wanted = replace_partial(ctx.spec.placements)
+        wanted = replace_partial_placements(ctx.spec.placements)
         gradient = redistribute_if_needed(replicate_gradient(upstream[0], ctx.spec.mesh), wanted)
         local = _ToLocal.compute_result(gradient, _GradientPlacements(ctx.spec.placements))
         is_same = ctx.is_one and all(each.is_replicate() for each in wanted)
@@ -291,11 +299,11 @@ class _ExtractFirstRank(CustomGradient):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor) -> torch.Tensor:
         ctx.ranks = tuple(simulation.get_tensors_by_rank(local))
-        one = simulation.get_first_local(local)
+        one = simulation.get_first_local_tensor(local)
         return one.view_as(one)
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         gradient = upstream[0]
-        is_one = simulation.get_first_local(gradient) is gradient
+        is_one = simulation.get_first_local_tensor(gradient) is gradient
         return simulation.copy_to_ranks(gradient, ctx.ranks) if is_one else gradient

@@ -21,10 +21,11 @@ def _compute_convolution(function: Function, args: Args, kwargs: Kwargs) -> obje
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
     mesh = find_device_mesh((x, weight, bias))
-    batched = x.ndim == weight.ndim  # otherwise the input has no batch axis
+    batched = x.ndim == weight.ndim  # False: the input has no batch axis
     out_axis = 1 if "output_padding" in names else 0  # output channel axis of the weight
     batch = find_sharded_axes([x], mesh, [0] if batched else [])
-    # Grouped convolutions read parts of the input channels, so these stay replicated.
+    # A grouped convolution reads only a part of the input channels for each output channel, so keep channels
+    # replicated.
     channel_axes = [out_axis] if given.get("groups", 1) == 1 else []
     channels = find_sharded_axes([weight], mesh, channel_axes, excluded_dims=batch)
     of_bias = dict.fromkeys(channels, 0)

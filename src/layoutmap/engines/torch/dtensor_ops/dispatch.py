@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch.operators import (
     COLLECTIVES,
     OPERATORS,
@@ -29,10 +29,10 @@ from layoutmap.engines.torch.operators import (
     list_written_arguments,
 )
 from layoutmap.engines.torch.placing import restore_axis_order
-from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, set_local
+from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, set_local_tensor
 from layoutmap.engines.torch.trees import tree_leaves
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch.distributed.tensor import _dispatch as _of_dispatch
     from torch.distributed.tensor._op_schema import OutputSharding
     from torch.distributed.tensor._redistribute import DTensorRedistributePlanner as _Planner
@@ -41,11 +41,11 @@ with ImportGuard("torch"):
     _DISPATCHER: Any = DTensor._op_dispatcher
     _Dispatcher: Any = type(_DISPATCHER)  # pyright: ignore[reportUnknownVariableType]
 
-# Computes shardings of operators that are not cached.
+# DTensor's method that computes an operator's output sharding if the sharding is not in its cache
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
-_TAIL = "_dispatch_fast_path_python_tail"  # builds results of in-place operators
-_SEARCH = "find_min_cost_path"  # finds collectives between two layouts
-_RESULTS = "_dispatch_get_local_results_slow_path"  # computes operators on redistributed arguments
+_TAIL = "_dispatch_fast_path_python_tail"  # method that returns the results of in-place operators
+_SEARCH = "find_min_cost_path"  # method that chooses the collectives that redistribute a tensor
+_RESULTS = "_dispatch_get_local_results_slow_path"  # method that redistributes arguments and runs operators
 
 check_names_exist(
     "torch",
@@ -74,7 +74,7 @@ def is_custom_operator(function: Function) -> bool:
 
 def set_shape_of_view(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
     """Replace an operator's first argument in place by a view of it, as `squeeze_` does, and return the argument."""
-    set_local(args[0], get_local(view), get_spec(view))
+    set_local_tensor(args[0], get_local(view), get_spec(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -106,7 +106,7 @@ _ALWAYS_ANSWERED = (
 )
 
 
-class OperatorGuardPatch:
+class OperatorDispatchPatch:
     """Make DTensor's dispatcher ask `answer` how to compute each operator.
 
     Args:
@@ -136,16 +136,17 @@ class OperatorGuardPatch:
     def install(self) -> None:
         """Install the patch, unless it is installed, and clear DTensor's cached answers."""
         if _PROPAGATE in vars(_DISPATCHER):
-            return  # keep the caches, because they contain only answers of this guard
+            return  # keep the cached answers, because they are all answers of this guard
         vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
         for name, instead in _REPLACEMENTS.items():
             getattr(_Dispatcher, name).__code__ = instead.__code__
-        for name in _ALWAYS_ANSWERED:  # DTensor has handlers for these and no rules, so wrap the handlers
+        # DTensor computes these operators by handlers, without sharding rules, so wrap the handlers
+        for name in _ALWAYS_ANSWERED:
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
             handler = functools.partial(_answer_with_handler, self._answer, _ORIGINAL_HANDLERS[op])
             _DISPATCHER._custom_op_handlers[op] = handler
         setattr(_Planner, _SEARCH, _find_cheapest_path)
-        _clear_operator_caches()  # drop answers cached before the guard
+        _clear_operator_caches()  # remove answers that DTensor cached before the guard was installed
 
     def remove(self) -> None:
         """Restore torch's dispatcher, and clear its cached answers."""
@@ -174,7 +175,7 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
 
     Torch begins anew for each target: the first step of a small model on three mesh dims took a minute.
     """
-    # Sizes are symbolic during dynamic compilation, so leave such searches to torch.
+    # During dynamic compilation, sizes are symbolic, so let torch search.
     if not all(type(size) is int for size in planner.dtensor_meta.shape):
         return _ORIGINAL_SEARCH(planner, source, target)
     state: dict[str, Any] = planner.__dict__
@@ -186,7 +187,7 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
         paths, search = found.setdefault((source, *wanted), ({}, _iterate_paths(planner, source, steps)))
         while target not in paths:
             layout, path = next(search, (None, ()))
-            if not path:  # no path exists, so torch raises the error
+            if not path:  # no collectives convert the tensor, so let torch raise its error
                 return _ORIGINAL_SEARCH(planner, source, target)
             paths[layout] = path
         return list(paths[target])
@@ -234,7 +235,7 @@ def _redistribute_arguments(info: Any, schema: Any, *options: object) -> None:
     """Redistribute the arguments of an operator as DTensor does, and restore the memory order of their axes."""
     _Dispatcher.redistribute_local_args(info, schema, *options)
     found = schema.args_schema if info.args_tree_spec is None else tree_leaves(schema.args_schema)
-    # The lists may differ in length, so only their common items are compared.
+    # The lists may have different lengths, so compare only the items that both have.
     for place, (held, wanted) in enumerate(zip(info.flat_args_schema, found, strict=False)):
         if isinstance(held, DTensorSpec) and held != wanted:
             before, after = info.local_args[:place], info.local_args[place + 1 :]

@@ -25,17 +25,17 @@ from layoutmap.engines.torch.operators import (
     resolve_overload,
 )
 from layoutmap.engines.torch.placing import (
+    gather_if_sharded,
     hook_gradient,
     is_replicated,
     replicate_tensor,
     shard_like,
-    to_unsharded,
 )
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
-from layoutmap.engines.torch.unseen import check_unchanged, snapshot_counters
+from layoutmap.engines.torch.unseen import check_tensor_unchanged, snapshot_counters
 
 
-def compute_gathered(
+def compute_on_gathered(
     function: Function,
     args: Args,
     kwargs: Kwargs,
@@ -47,17 +47,20 @@ def compute_gathered(
     """
     mesh = find_device_mesh(tree_leaves((args, kwargs)))
     changed = find_changed_tensors(function, args, kwargs)
-    full = {id(each): to_unsharded(each).clone() if isinstance(each, DTensor) else each for each in changed}
+    full = {
+        id(each): gather_if_sharded(each).clone() if isinstance(each, DTensor) else each for each in changed
+    }
 
     def gather_value(value: object) -> object:
-        return full[id(value)] if id(value) in full else to_unsharded(value)
+        return full[id(value)] if id(value) in full else gather_if_sharded(value)
 
     args, kwargs = tree_map(gather_value, (tuple(args), dict(kwargs)))
     result = function(*args, **kwargs)
     for each in changed:
         if isinstance(each, DTensor):
             write_back(each, full[id(each)])
-    given = {id(full[id(each)]): each for each in changed}  # to return a changed argument itself
+    # By the id of a gathered copy, the changed argument to return instead of this copy.
+    given = {id(full[id(each)]): each for each in changed}
 
     def replicate_result(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -77,12 +80,12 @@ def find_changed_tensors(function: Function, args: Args, kwargs: Kwargs) -> list
     return [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
 
 
-# No sharding is known for a custom operator, so it runs on gathered tensors (decisions/0057).
+# How a custom operator may be sharded is not known, so it runs on gathered tensors (decisions/0057).
 def compute_custom_operator(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute a custom operator on gathered tensors, because its kernels expect unsharded memory."""
     if not all(is_replicated(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
         warn_of_gathering(format_function(function), "DTensor does not know what a custom operator computes")
-    return compute_gathered(function, args, kwargs)
+    return compute_on_gathered(function, args, kwargs)
 
 
 def call_with_gathered_values(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -93,7 +96,7 @@ def call_with_gathered_values(function: Function, args: Args, kwargs: Kwargs) ->
 
 def gather_and_wait(value: object) -> object:
     """Gather a DTensor, and wait for its collectives. Return the plain tensor, or any other value unchanged."""
-    gathered = to_unsharded(value)
+    gathered = gather_if_sharded(value)
     return gathered.wait() if isinstance(value, DTensor) and hasattr(gathered, "wait") else gathered
 
 
@@ -137,7 +140,7 @@ def warn_of_gathering(name: str, why: str) -> None:
 
 
 _TENSOR = torch.Tensor
-_READING = (  # DTensor reads only local values, so gather first: pytorch/pytorch#166638
+_READING = (  # DTensor would read only local values, so gather (pytorch/pytorch#166638)
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__array__", "__bool__", "__complex__"),
     *("__contains__", "__float__", "__format__", "__index__", "__int__"),
 )
@@ -149,14 +152,14 @@ READS = dict.fromkeys(
 
 def _compute_tensor_split(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `tensor_split` with gathered split points, because torch reads these from memory."""
-    return function(args[0], *map(to_unsharded, args[1:]), **tree_map(to_unsharded, kwargs))
+    return function(args[0], *map(gather_if_sharded, args[1:]), **tree_map(gather_if_sharded, kwargs))
 
 
 def _convert_list(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `torch.tensor` of a list. DTensors in it are gathered, because torch reads their memory."""
 
     def gather_tensors_in_list(value: object) -> Any:
-        return tree_map(to_unsharded, value) if isinstance(value, (list, tuple)) else value
+        return tree_map(gather_if_sharded, value) if isinstance(value, (list, tuple)) else value
 
     return function(
         *map(gather_tensors_in_list, args),
@@ -171,7 +174,7 @@ def compute_product(function: Function, args: Args, kwargs: Kwargs) -> object:
     numbers = snapshot_counters(x)
 
     def return_checked_gradient(gradient: torch.Tensor) -> object:
-        check_unchanged(numbers)
+        check_tensor_unchanged(numbers)
         return gradient
 
     result = function(hook_gradient(x, return_checked_gradient), *args[1:], **given)
@@ -181,11 +184,12 @@ def compute_product(function: Function, args: Args, kwargs: Kwargs) -> object:
 
 GATHERED: dict[object, Function] = {
     **dict.fromkeys(
-        (torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), compute_gathered
+        (torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), compute_on_gathered
     ),
     torch.prod: compute_product,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _compute_tensor_split),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _convert_list),
-    # Their gradients compare values for equality, so partial sums, which round differently, must be gathered.
-    **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), compute_gathered),
+    # The gradients of these functions compare values for equality, but partial sums are rounded differently, so reduce
+    # and gather the arguments.
+    **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), compute_on_gathered),
 }

@@ -23,14 +23,14 @@ from layoutmap.engines.tested import is_older_than
 from layoutmap.engines.torch.backward import get_backward_node_name
 from layoutmap.engines.torch.changes import install_patches, meshes
 from layoutmap.engines.torch.dtensor_ops.dispatch import (
-    OperatorGuardPatch,
+    OperatorDispatchPatch,
     decompose_operator,
     list_argument_specs,
     list_planned_specs,
     set_shape_of_view,
 )
 from layoutmap.engines.torch.dtensor_ops.gathered import (
-    compute_gathered,
+    compute_on_gathered,
     find_changed_tensors,
     format_function,
     warn_of_gathering,
@@ -51,13 +51,13 @@ from layoutmap.engines.torch.operators import (
     list_written_arguments,
 )
 from layoutmap.engines.torch.placing import (
+    gather_if_sharded,
     has_no_gaps,
     is_replicated,
     make_replicated_placements,
     redistribute_if_needed,
-    replace_partial,
+    replace_partial_placements,
     replicate_tensor,
-    to_unsharded,
 )
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, has_even_shards, make_dtensor
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
@@ -96,16 +96,17 @@ class _ShardingQuery(threading.local):
 sharding_query = _ShardingQuery()
 
 
-def guard_operators_on_mesh(device_mesh: DeviceMesh) -> None:
+def correct_operators_on_mesh(device_mesh: DeviceMesh) -> None:
     """Let DTensor compute only proven operators on a mesh by its own rules. Other meshes stay as they are."""
     if device_mesh not in meshes:
         meshes.add(device_mesh)
-        install_patches(OPERATORS_GUARDED)
+        install_patches(OPERATOR_DISPATCH_PATCH)
 
 
 def _write_to_sources(op: OpOverload, changed: list[torch.Tensor], args: Args, kwargs: Kwargs) -> None:
     """Write the changes of DTensors that are copies to the tensors of which they are copies."""
-    _refuse_unsharded_writes(op, args, kwargs)  # again, because a cached answer skips the guard
+    # Check again, because DTensor does not call the guard if it has cached the answer.
+    _check_no_write_to_unsharded_tensor(op, args, kwargs)
     count_hidden_changes(changed)
     some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
@@ -118,29 +119,29 @@ def _record_copy_for_view(source: torch.Tensor, local: torch.Tensor, spec: DTens
         record_copy(source, make_dtensor(local, spec))
 
 
-def is_mesh_guarded(device_mesh: DeviceMesh) -> bool:
+def has_corrected_operators(device_mesh: DeviceMesh) -> bool:
     """Return whether DTensor computes only proven operators on a mesh by its own rules."""
     return device_mesh in meshes
 
 
 @skip_function_modes
 @torch.no_grad()
-# DTensor computes some operators incorrectly, so it answers only for proven operators (decisions/0057).
+# DTensor computes some operators incorrectly, so use its answer only for proven operators (decisions/0057).
 def _answer_operator(
     compute_by_dtensor: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
 ) -> object:
     """Return DTensor's own answer for an operator if it is proven to be correct, or else this library's result."""
-    if mesh not in meshes:  # these are not DTensors of this library, so leave them to torch
+    if mesh not in meshes:  # the DTensors are not this library's, so leave the operator to torch
         return compute_by_dtensor()
-    if has_shard((args, kwargs)):  # the function mode refuses shards, but it may not be active
+    if has_shard((args, kwargs)):  # the function mode also refuses shards, but may not be active
         raise make_shard_error(
             f"{op}: combines a local shard with a tensor on a mesh", _list_dtensors((args, kwargs))[0]
         )
-    _refuse_unsharded_writes(op, args, kwargs)
+    _check_no_write_to_unsharded_tensor(op, args, kwargs)
     return _compute_operator(compute_by_dtensor, op, args, kwargs, mesh)
 
 
-def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
+def _check_no_write_to_unsharded_tensor(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Raise if an operator would change an unsharded tensor by sharded tensors, unless it is `copy_`.
 
     In an operator of lists a tensor is changed by the tensors at the same position in the other lists.
@@ -148,7 +149,8 @@ def _refuse_unsharded_writes(op: OpOverload, args: Args, kwargs: Kwargs) -> None
     if op is torch.ops.aten.copy_.default:
         return
     for place, name in list_written_arguments(op):
-        # Other arguments are internal, such as the steps of a fused optimizer.
+        # Check the first argument and keyword arguments. Further arguments are internal, such as the steps of a fused
+        # optimizer.
         tensors = _convert_to_sequence(args[0] if place == 0 else kwargs.get(name))
         for number, each in enumerate(tensors):
             if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
@@ -184,18 +186,19 @@ def _compute_operator(
     if full_name in _RESHAPING_IN_PLACE and isinstance(args[0], DTensor):
         view = getattr(torch.ops.aten, name)(*args, **kwargs)
         if get_storage(view) is not get_storage(args[0]):
-            _refuse_shape_change(op, args[0], view)
+            _raise_shape_change_error(op, args[0], view)
         return set_shape_of_view(op, args, kwargs, view)
     position = _AXIS_POSITIONS.get(name, len(args))
     if position < len(args) and args[position] is not None and args[position] < 0:
         rank = args[0].ndim if position == 1 else len(args[1])
         return op(*args[:position], args[position] % max(rank, 1), *args[position + 1 :], **kwargs)
-    # DTensor confuses the masks of several lookups, so use this library's lookup.
+    # DTensor may use the mask of one lookup for another lookup, so use this library's lookup.
     if name == "embedding" and is_axis_sharded(args[0], 0):
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _list_dtensors((args, kwargs))
     written = {id(each) for each in _list_dtensors(find_changed_tensors(op, args, kwargs))}
-    # DTensor cannot redistribute other operands to the placements of a changed partial sum, so do not ask it.
+    # DTensor cannot redistribute operands to the placements of a partial sum that the operator changes, so do not ask
+    # it.
     is_filled = any(
         _is_partial_or_strided(each) and any(other.placements != each.placements for other in tensors)
         for each in tensors
@@ -204,7 +207,7 @@ def _compute_operator(
     why = "DTensor's own rule for it is not proven to be correct"
     # DTensor would loop forever when it searches view dims of an empty tensor, so do not ask it.
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
-    # Uneven shards may be empty, and an empty shard has no maximum, so these are gathered.
+    # An uneven shard may be empty, and an empty shard has no maximum, so gather these tensors.
     is_extreme = name in _EXTREMES or _is_extreme_norm(name, args)
     is_uneven = is_extreme and not all(has_even_shards(get_spec(each)) for each in tensors)
     can_compute = not (is_empty or is_filled or is_uneven)
@@ -228,17 +231,17 @@ def _compute_operator(
         if is_pure_view(op):
             record_copy(args[0], ready[0])
         return op(*ready, **named)
-    inner = decompose_operator(op, args, kwargs)  # the parts may be proven or gather less than the operator
+    inner = decompose_operator(op, args, kwargs)  # operators that compute it may be proven, or gather less
     if inner is not NotImplemented:
         return inner
     if is_pure_view(op) and all(map(is_replicated, tensors)) and not _is_read_by_strides(name, args[0]):
         return _compute_local_view(op, args, kwargs, mesh)
     if is_pure_view(op):
-        copy = replicate_tensor(to_unsharded(args[0]), mesh)
+        copy = replicate_tensor(gather_if_sharded(args[0]), mesh)
         record_copy(args[0], copy)
         result = op(copy, *args[1:], **kwargs)
     else:
-        result = compute_gathered(op, args, kwargs, functools.partial(_write_gathered_result, op))
+        result = compute_on_gathered(op, args, kwargs, functools.partial(_write_gathered_result, op))
     is_filled = any(_is_partial_or_strided(each) for each in tensors if id(each) in written)
     if not (name in QUIET or is_empty or is_filled or all(map(is_replicated, tensors))):
         warn_of_gathering(format_function(op), why)
@@ -257,7 +260,7 @@ def _is_proven_operator(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -
         return (args[position] if position < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _has_equal_other_axes(args[0], args[1], args):
         return False
-    # `lookups` handles this in forward passes, so here it comes from a backward pass, and is gathered.
+    # In forward passes, `lookups` computes this operator, so this is a backward pass. Gather the operand.
     if name == "gather" and is_axis_sharded(args[0], args[1]):
         return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
@@ -272,7 +275,7 @@ def _has_equal_other_axes(target: torch.Tensor, axis: int, tensors: Sequence[tor
 
 def _can_handle_placements(tensors: list[DTensor], name: str) -> bool:
     """Return whether DTensor's rule for an operator is correct for the placements of its tensors."""
-    if name in ("alias", "detach"):  # autograd saves this result, so its placements must not change
+    if name in ("alias", "detach"):  # autograd may save such a result, so its placements must not change
         return True
     if _ADDS_BOOLEANS and any(
         each.dtype == torch.bool and any(p.is_partial() for p in each.placements) for each in tensors
@@ -344,7 +347,7 @@ def _compute_local_view(op: OpOverload, args: Args, kwargs: Kwargs, mesh: Device
     )
 
 
-def _refuse_shape_change(op: OpOverload, old: DTensor, new: torch.Tensor) -> NoReturn:
+def _raise_shape_change_error(op: OpOverload, old: DTensor, new: torch.Tensor) -> NoReturn:
     raise EngineError(
         f"{op}: a tensor on a mesh would change its shape in place",
         facts={"from": tuple(old.shape), "to": tuple(new.shape), "layout": str(old.placements)},
@@ -356,11 +359,13 @@ def _refuse_shape_change(op: OpOverload, old: DTensor, new: torch.Tensor) -> NoR
 def _write_gathered_result(op: OpOverload, old: DTensor, new: torch.Tensor) -> None:
     """Write a new unsharded value to a DTensor in place, in the DTensor's own placements."""
     if old.shape != new.shape:
-        _refuse_shape_change(op, old, new)
+        _raise_shape_change_error(op, old, new)
     mesh = old.device_mesh
-    values = get_local(redistribute_if_needed(replicate_tensor(new, mesh), replace_partial(old.placements)))
+    values = get_local(
+        redistribute_if_needed(replicate_tensor(new, mesh), replace_partial_placements(old.placements))
+    )
     for dim, placement in enumerate(old.placements):
-        # The mean or maximum of equal values is that value, so only a sum needs zeros on all devices but one.
+        # A partial mean or maximum of equal values is their value. A partial sum must be zero on all devices but one.
         if placement.is_partial("sum"):
             is_first = replicate_tensor(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
@@ -369,4 +374,4 @@ def _write_gathered_result(op: OpOverload, old: DTensor, new: torch.Tensor) -> N
     _write_to_sources(op, [old], (old,), {})
 
 
-OPERATORS_GUARDED = OperatorGuardPatch(_answer_operator, _write_to_sources, _record_copy_for_view)
+OPERATOR_DISPATCH_PATCH = OperatorDispatchPatch(_answer_operator, _write_to_sources, _record_copy_for_view)

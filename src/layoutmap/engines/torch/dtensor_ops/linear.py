@@ -18,8 +18,8 @@ from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     redistribute_tensor,
-    reduce_partial,
-    replace_partial,
+    reduce_if_partial,
+    replace_partial_placements,
     replicate_gradient,
 )
 from layoutmap.engines.torch.specs import (
@@ -33,7 +33,7 @@ from layoutmap.engines.torch.specs import (
 )
 
 
-# DTensor's dispatcher is slow for `linear`, so it is skipped if no operand must move (decisions/0057).
+# DTensor's dispatcher is slow, so skip it for `linear` if no operand must be redistributed (decisions/0057).
 def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Compute `linear` on local shards, or by DTensor if an argument would have to be redistributed."""
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
@@ -43,12 +43,12 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
         of_bias = None if tensors[2] is None else get_spec(tensors[2])
         plan = _plan_local_product(get_spec(tensors[0]), get_spec(tensors[1]), of_bias)
-    if plan is None and tensors[0].ndim == 1:  # torch would reshape the result in place, so compute one row
+    if plan is None and tensors[0].ndim == 1:  # torch would reshape in place, so use a matrix of one row
         result = _compute_linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
         return result if tensors[2] is None else result + tensors[2]
     if plan is None:
         result = function(*args, **kwargs)
-        return result if result.ndim else reduce_partial(result)
+        return result if result.ndim else reduce_if_partial(result)
     return _Linear.apply(*tensors, plan)
 
 
@@ -106,7 +106,7 @@ def _plan_local_product(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec |
     ]
     return _ProductPlan(
         make_row_major_spec(mesh, tuple(of_result), shape, dtype),
-        replace_partial(of_result),
+        replace_partial_placements(of_result),
         specs,
         num_summands,
     )
@@ -121,7 +121,7 @@ class _Linear(AutogradFunction):
         ctx.save_for_backward(x, weight)
         of_bias = None if bias is None else get_local(bias)
         if of_bias is not None and plan.num_summands > 1:
-            of_bias = of_bias / plan.num_summands  # otherwise the partial sums add the bias several times
+            of_bias = of_bias / plan.num_summands  # divide, because each partial sum contains the bias
         return make_dtensor(F.linear(get_local(x), get_local(weight), of_bias), plan.result)
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Linear(AutogradFunction):
         x, weight = ctx.saved_tensors
         plan: _ProductPlan = ctx.plan
         given = redistribute_tensor(replicate_gradient(upstream[0], plan.result.mesh), plan.upstream)
-        if torch.is_grad_enabled():  # so that a second derivative can be computed
+        if torch.is_grad_enabled():  # for second derivatives, use operators that autograd records
             return (*_compute_gradients(given, x, weight, ctx.needs_input_grad), None)
         gradient = get_local(given)
         rows = _flatten_to_matrix(gradient)
@@ -149,7 +149,7 @@ class _Linear(AutogradFunction):
 
 def _flatten_to_matrix(x: torch.Tensor) -> torch.Tensor:
     """Flatten all axes of a tensor except the last one, and return the matrix."""
-    # Not -1, which torch cannot infer if the last axis of a shard is empty.
+    # Compute the number of rows, because torch cannot infer it for -1 if the last axis of a shard is empty.
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -170,7 +170,7 @@ def _compute_matmul(function: Function, args: Args, kwargs: Kwargs) -> object:
     if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # same case as in `_compute_linear`
         return function(args[0].unsqueeze(0), args[1]).squeeze(0)
     result = function(*args, **kwargs)
-    return result if result.ndim else reduce_partial(result)
+    return result if result.ndim else reduce_if_partial(result)
 
 
 _MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)

@@ -30,7 +30,7 @@ _marks: Any = WeakIdKeyDictionary()
 def mark_local_tensor(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
     """Record, for the local tensor of a DTensor, whether it differs between devices, and return the local tensor."""
     differs = not all(each.is_replicate() for each in placements)
-    if differs or list_function_modes():  # replicated values need a mark only in forward passes
+    if differs or list_function_modes():  # only function modes read marks of replicated values
         _marks[local] = differs
     return local
 
@@ -60,7 +60,7 @@ def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) ->
     return result
 
 
-def refuse_shard_with_dtensor(
+def check_no_shard_with_dtensor(
     function: Function, args: Args, kwargs: Kwargs, changed: Sequence[torch.Tensor]
 ) -> None:
     """Raise an `EngineError` if a call combines a shard with a sharded DTensor, or changes a DTensor by a shard."""
@@ -73,7 +73,7 @@ def refuse_shard_with_dtensor(
             )
 
 
-def refuse_shard(description: str, value: object) -> None:
+def check_value_is_no_shard(description: str, value: object) -> None:
     """Raise an `EngineError` if a value is a shard, where the global tensor is needed."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and has_shard(value):
         raise make_shard_error(f"{description} is a local shard, but must be the global tensor", value)

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names_exist
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import find_sharded_axes, make_placements, reshard_to_local
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import make_dtensor_from_shards, reduce_partial
+from layoutmap.engines.torch.placing import make_dtensor_from_shards, reduce_if_partial
 from layoutmap.engines.torch.specs import get_local, get_spec
 
 check_names_exist("torch", (torch.ops.aten, "_assert_async"))
@@ -36,8 +36,10 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
             "different rows",
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
-    if given.get("scale_grad_by_freq", False):  # it needs row frequencies in the global batch, so gather
-        return compute_gathered(function, args, kwargs)
+    if given.get(
+        "scale_grad_by_freq", False
+    ):  # the option needs row frequencies in the global batch, so gather
+        return compute_on_gathered(function, args, kwargs)
     rows, table = given["input"], given["weight"]
     if given.get("sparse", False) and not all(each.is_replicate() for each in table.placements):
         raise EngineError(
@@ -49,7 +51,7 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
     if rows.ndim == 0:
         return _compute_embedding(function, (), {**given, "input": rows.reshape(1)}).squeeze(0)
     if not is_axis_sharded(table, 0):
-        return reduce_partial(function(**given))
+        return reduce_if_partial(function(**given))
     check_index_range(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
     apart = find_sharded_axes([rows], mesh, range(rows.ndim))
@@ -97,7 +99,7 @@ def find_local_rows(
     """
     numbers = list_shard_indices(size, mesh, dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
-    # Use any valid row for an index outside of this shard, because the mask removes it.
+    # Replace an index outside of this shard by any valid one, because the mask removes its row later.
     return (index - numbers[0]).clamp(min=0).minimum(numbers[-1] - numbers[0]), is_here
 
 
@@ -119,7 +121,7 @@ def sum_shards(
     placements = [
         Partial() if dim in dims else placement for dim, placement in enumerate(make_placements(mesh, axes))
     ]
-    return reduce_partial(make_dtensor_from_shards(local, mesh, placements, shape))
+    return reduce_if_partial(make_dtensor_from_shards(local, mesh, placements, shape))
 
 
 def _compute_take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -154,11 +156,11 @@ def _set_size_to_1(shape: Sequence[int], axis: int) -> list[int]:
 
 def check_index_range(indices: torch.Tensor, size: int, name: str, axis: int = 0) -> None:
     """Raise an IndexError for an index outside of an axis. On accelerators, the error may come later."""
-    indices = reduce_partial(indices)
+    indices = reduce_if_partial(indices)
     local = get_local(indices) if isinstance(indices, DTensor) else indices
     what = f"{name}: index out of range: axis {axis} has size {size}"
     try:
-        # This is asynchronous on accelerators, where the error may come later.
+        # An accelerator checks this asynchronously, so its error may be raised by a later operation.
         torch.ops.aten._assert_async.msg(((local >= 0) & (local < size)).all(), what)
     except RuntimeError as error:
         raise IndexError(what) from error

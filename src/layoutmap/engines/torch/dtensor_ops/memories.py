@@ -33,8 +33,8 @@ from layoutmap.engines.torch.unseen import count_hidden_change, get_storage, has
 
 check_names_exist("torch", (torch._C, "_disabled_torch_function_impl"))
 
-_ORIGIN = "_layoutmap_origin"  # attribute of a copied storage: its source
-_COPIES = "_layoutmap_copies"  # attribute of a storage: its copies
+_ORIGIN = "_layoutmap_origin"  # attribute of the storage of a copy: where the copy comes from
+_COPIES = "_layoutmap_copies"  # attribute of a storage: the storages of its copies
 copied: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Storages of redistributed copies."""
 outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -72,19 +72,20 @@ class _CopyOrigin(NamedTuple):
 def record_copy(source: torch.Tensor, copy: torch.Tensor) -> None:
     """Record that a redistributed DTensor is a copy, so that changes of its views are written back to `source`."""
     copy_storage, source_storage = get_storage(copy), get_storage(source)
-    if copy_storage is source_storage:  # nothing was copied, so a view changes the source itself
+    if copy_storage is source_storage:  # a view, not a copy: writes change the source itself
         return
     geometries = {
         rank: (int(piece.storage_offset()), tuple(piece.shape), piece.stride())
         for rank, piece in simulation.get_tensors_by_rank(get_local(copy)).items()
     }
-    own = make_dtensor(get_local(source), get_spec(source))  # a new DTensor, so that no graph is kept alive
+    # Make a new DTensor, because the source would keep its autograd graph in memory.
+    own = make_dtensor(get_local(source), get_spec(source))
     origin = _CopyOrigin(own, weakref.ref(get_base(source)), get_spec(copy), geometries)
     setattr(copy_storage, _ORIGIN, origin)
     vars(source_storage).setdefault(_COPIES, weakref.WeakSet()).add(copy_storage)
     copied.add(copy_storage)
     if source_storage in outdated:
-        _mark_outdated(copy_storage, is_counted=True)
+        _mark_copy_as_outdated(copy_storage, is_counted=True)
 
 
 def _get_origin(storage: torch.UntypedStorage) -> _CopyOrigin | None:
@@ -108,9 +109,9 @@ def write_back(op: OpOverload, changed: list[DTensor]) -> None:
             tensor, or a copy while a graph is recorded.
     """
     name = format_function(op)
-    tensors = {id(get_storage(each)): each for each in changed}.values()  # one for each storage
+    tensors = {id(get_storage(each)): each for each in changed}.values()  # one tensor for each storage
     parts = [(each, origin) for each in tensors if (origin := _get_origin(get_storage(each))) is not None]
-    refuse_outdated(name, [part for part, _ in parts])
+    check_no_slice_is_outdated(name, [part for part, _ in parts])
     for part, origin in parts:
         _check_copy_writable(name, part, origin, [each for each in tensors if each is not part])
     for each in tensors:
@@ -128,18 +129,18 @@ def _check_copy_writable(
 ) -> None:
     """Raise if a changed copy cannot be written back to its source."""
     *_, root = _iterate_origins(get_storage(part))
-    if 0 in origin.source.stride():  # the source is an expanded tensor
+    if 0 in origin.source.stride():  # only an expanded tensor has strides of 0
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
         )
     elif any(root is storage for each in others for storage in _iterate_origins(get_storage(each))):
         why, fix = "another slice was changed by the same call", "change one slice after the other"
-    elif type(simulation.get_first_local(get_local(part))) is not torch.Tensor:
+    elif type(simulation.get_first_local_tensor(get_local(part))) is not torch.Tensor:
         why, fix = "a recorded graph cannot write copies back", "assign to the tensor instead: x[...] = value"
     else:
         return
-    _mark_outdated(get_storage(part), is_counted=True)
+    _mark_copy_as_outdated(get_storage(part), is_counted=True)
     raise EngineError(
         f"{name} cannot change a slice along a sharded axis in place",
         facts={"shape": tuple(part.shape), "tensor": tuple(origin.source.shape)},
@@ -160,24 +161,24 @@ def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_counted: bool) 
     for storage in memories:
         for each in list(getattr(storage, _COPIES, ())):  # list, because the set may shrink meanwhile
             if not any(each is other for other in memories):
-                _mark_outdated(each, is_counted=is_counted)
+                _mark_copy_as_outdated(each, is_counted=is_counted)
 
 
-def _mark_outdated(storage: torch.UntypedStorage, *, is_counted: bool) -> None:
+def _mark_copy_as_outdated(storage: torch.UntypedStorage, *, is_counted: bool) -> None:
     """Mark a copy and all copies of it as outdated."""
-    if not outdated:  # functions were not checked so far, because checks take time
+    if not outdated:  # check functions only from now on, because checks take time
         _start_checking_functions()
     outdated.add(storage)
     base = getattr(storage, _ORIGIN).base()
     if not is_counted and base is not None and not base.is_inference():
-        torch.autograd.graph.increment_version(base)  # so that a backward pass that needs the old value fails
+        torch.autograd.graph.increment_version(base)  # a backward pass that needs the old value then fails
     _mark_copies([storage], is_counted=is_counted)
 
 
-def _refuse_outdated_arguments(function: Function, values: object) -> None:
+def _check_no_argument_is_outdated(function: Function, values: object) -> None:
     """Raise if a function reads an outdated slice. If no slice is outdated any more, stop checking functions."""
     if function not in METADATA_METHODS:
-        refuse_outdated(format_function(function), values)
+        check_no_slice_is_outdated(format_function(function), values)
     if not outdated:
         _stop_checking_functions()
 
@@ -189,12 +190,12 @@ METADATA_METHODS = frozenset(
 """Methods that do not read values."""
 
 
-def _format_outdated_tensor(tensor: DTensor) -> str:
+def _format_dtensor_with_outdated_note(tensor: DTensor) -> str:
     """Replace `DTensor.__repr__`: append a note if the tensor is outdated."""
     return _ORIGINAL_REPR(tensor) + (" (outdated: take it again)" if get_storage(tensor) in outdated else "")
 
 
-def refuse_outdated(name: str, values: object) -> None:
+def check_no_slice_is_outdated(name: str, values: object) -> None:
     """Raise an `EngineError` for a slice of a tensor that was changed after the slice was taken."""
     for each in tree_leaves(values) if outdated else ():
         if isinstance(each, DTensor) and (storage := get_storage(each)) in outdated:
@@ -213,15 +214,15 @@ def _start_checking_functions() -> None:
     """Check each torch function that is called with a DTensor for outdated slices."""
     owner: Any = DTensor
     owner.__torch_function__ = classmethod(_check_and_call_torch_function)
-    owner.__repr__ = functools.wraps(_ORIGINAL_REPR)(_format_outdated_tensor)
+    owner.__repr__ = functools.wraps(_ORIGINAL_REPR)(_format_dtensor_with_outdated_note)
 
 
 def _check_and_call_torch_function(
     _: object, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
     """Replace `DTensor.__torch_function__`: refuse outdated slices, and call the function."""
-    if type(func) is not MethodWrapperType:  # a property, which reads no values, needs no check
-        _refuse_outdated_arguments(func, (args, kwargs))
+    if type(func) is not MethodWrapperType:  # a property's getter reads no values
+        _check_no_argument_is_outdated(func, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 

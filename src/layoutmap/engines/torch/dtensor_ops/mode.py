@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 from layoutmap.engines.torch.changes import keep_patches
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
@@ -43,24 +43,28 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
     compute_custom_operator,
-    compute_gathered,
+    compute_on_gathered,
     find_changed_tensors,
     format_function,
     is_in_place,
 )
-from layoutmap.engines.torch.dtensor_ops.guard import guard_operators_on_mesh
+from layoutmap.engines.torch.dtensor_ops.guard import correct_operators_on_mesh
 from layoutmap.engines.torch.dtensor_ops.joining import JOINS, drop_empty_tensors
 from layoutmap.engines.torch.dtensor_ops.linear import LINEAR
 from layoutmap.engines.torch.dtensor_ops.local_values import (
+    check_no_shard_with_dtensor,
     has_local_tensor,
     has_shard,
     make_shard_error,
     mark_results,
-    refuse_shard_with_dtensor,
 )
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
-from layoutmap.engines.torch.dtensor_ops.memories import METADATA_METHODS, outdated, refuse_outdated
+from layoutmap.engines.torch.dtensor_ops.memories import (
+    METADATA_METHODS,
+    check_no_slice_is_outdated,
+    outdated,
+)
 from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM, RANDOM_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
@@ -70,11 +74,11 @@ from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_unwrap, unwrap_function
 from layoutmap.engines.torch.modes import disable_function_modes, leave_function_modes, skip_function_modes
 from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs
-from layoutmap.engines.torch.placing import reduce_partial, replicate_tensor
+from layoutmap.engines.torch.placing import reduce_if_partial, replicate_tensor
 from layoutmap.engines.torch.storages import get_base
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch._C import _get_dtensor_allow_implicit_replication as replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
     from torch._C import _set_dtensor_allow_implicit_replication as set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 
@@ -102,7 +106,7 @@ _HANDLERS = {
 _HANDLERS_BY_SHARDS = {
     f: skip_function_modes(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()
 }
-_COMPUTE_GATHERED = skip_function_modes(compute_gathered)
+_COMPUTE_ON_GATHERED = skip_function_modes(compute_on_gathered)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
@@ -116,7 +120,7 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
         device_mesh: The mesh of the DTensors.
         by_shards: Whether each device draws only its shard of a dropout mask. Plain tensors get different masks.
     """
-    guard_operators_on_mesh(device_mesh)
+    correct_operators_on_mesh(device_mesh)
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)  # otherwise DTensor refuses unsharded tensors next to DTensors
     try:
@@ -138,16 +142,16 @@ class _DTensorFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in METADATA_METHODS) and type(args[0]) is DTensor:
-            with disable_function_modes():  # no mode needs to see a call that computes nothing
+            with disable_function_modes():  # hide this call from function modes, because it computes nothing
                 return func(*args, **kwargs)
         if outdated:
-            refuse_outdated(format_function(func), (args, kwargs))
+            check_no_slice_is_outdated(format_function(func), (args, kwargs))
         known = _classify_function(func, self._by_shards)
         if known.is_backward:
-            # Leave other modes, which would see DTensor's internal operations as the program's.
+            # Leave other modes, because they would see DTensor's internal operations as operations of the program.
             with leave_function_modes(), self:
                 return unwrap_function(func)(*args, **kwargs)
-        found, is_mixed = _find_dtensor_and_unsharded((*args, *kwargs.values()) if kwargs else args)
+        found, is_mixed = _find_dtensor_and_unsharded_tensor((*args, *kwargs.values()) if kwargs else args)
         if found is None:
             return (
                 _compute_per_device(func, args, kwargs)
@@ -157,18 +161,18 @@ class _DTensorFunctionMode(TorchFunctionMode):
         changed = find_changed_tensors(func, args, kwargs) if known.changes or "out" in kwargs else []
         if known.indexes:
             args = (args[0], _convert_lists_in_index(args[1]), *args[2:])
-            is_mixed = _find_dtensor_and_unsharded(args)[1]
+            is_mixed = _find_dtensor_and_unsharded_tensor(args)[1]
         if is_mixed and has_shard((args, kwargs)):
-            refuse_shard_with_dtensor(func, args, kwargs, changed)
+            check_no_shard_with_dtensor(func, args, kwargs, changed)
             try:
                 return _compute_per_device(func, args, kwargs)
-            except RuntimeError as error:  # the shapes of a shard and a global tensor may not fit
+            except RuntimeError as error:  # the shapes of a shard and a global tensor may not match
                 raise make_shard_error(
                     f"{format_function(func)}: combines a local shard with a global tensor", found
                 ) from error
         handler = known.handler
         if changed and not all(isinstance(each, DTensor) for each in changed):
-            handler = _COMPUTE_GATHERED
+            handler = _COMPUTE_ON_GATHERED
         elif is_mixed:
             args, kwargs = _replicate_arguments(args, kwargs, found.device_mesh)
         if handler is not None:
@@ -225,7 +229,7 @@ def _compute_per_device(function: Function, args: Args, kwargs: Kwargs) -> objec
         return mark_results(function, args, kwargs, function(*args, **kwargs))
 
 
-# Thin Python wrappers of functions that DTensor supports, so they are not unwrapped.
+# Python functions that only call a function that DTensor supports, so they are computed without unwrapping.
 _THIN_WRAPPERS = frozenset(
     (
         F.celu,
@@ -257,7 +261,8 @@ def _compute_without_handler(
             if get_base(each) is not each:
                 keep_gradient_layout(each)
         if not changed and type(result) is DTensor and result.ndim == 0 and get_base(result) is result:
-            return reduce_partial(result)  # reduce scalars now, because a loss may be read outside modes
+            # Reduce a scalar at once if it is a partial sum, because a program may read its loss outside of all modes.
+            return reduce_if_partial(result)
         return result
 
 
@@ -272,7 +277,7 @@ def _convert_lists_in_index(index: object) -> object:
 _TYPES_WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), torch.dtype, slice))
 
 
-def _find_dtensor_and_unsharded(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
+def _find_dtensor_and_unsharded_tensor(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
     """Return a DTensor among values and their lists (or None), and whether these contain unsharded tensors."""
     found, is_mixed = None, False
     for value in values:
@@ -287,7 +292,7 @@ def _find_dtensor_and_unsharded(values: Iterable[Any]) -> tuple[DTensor | None, 
             else:
                 is_mixed = True
         elif kind is tuple or kind is list:
-            inner, is_inner_mixed = _find_dtensor_and_unsharded(value)
+            inner, is_inner_mixed = _find_dtensor_and_unsharded_tensor(value)
             found, is_mixed = inner if found is None else found, is_mixed or is_inner_mixed
     return found, is_mixed
 

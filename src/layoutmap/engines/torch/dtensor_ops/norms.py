@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import (
     find_device_mesh,
     find_sharded_axes,
@@ -19,12 +19,12 @@ from layoutmap.engines.torch.dtensor_ops.shards import (
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     extract_shard,
+    gather_if_sharded,
     make_dtensor_from_shards,
     redistribute_if_needed,
-    reduce_partial,
+    reduce_if_partial,
     replicate_tensor,
     sum_over_devices,
-    to_unsharded,
 )
 from layoutmap.engines.torch.specs import get_local
 
@@ -34,8 +34,8 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
-    if x.ndim < 2:  # no channel axis, which the code below needs
-        return compute_gathered(function, args, kwargs)
+    if x.ndim < 2:  # the input has no channel axis, which the code below needs
+        return compute_on_gathered(function, args, kwargs)
     of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
     mesh = find_device_mesh((x, *of_channels.values()))
     kept = find_sharded_axes([x], mesh, range(x.ndim))
@@ -45,7 +45,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     if not given.get("training", False) and "running_mean" in local:  # evaluation needs no sums over devices
         return wrap_shards(function(y, **local, eps=eps), mesh, kept)
     count = x.numel() // x.shape[1]
-    if count == 1:  # raise torch's error for a single value in the global batch
+    if count == 1:  # with one value per channel in the global batch, raise the same error as torch
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
     summed = [dim for dim in kept if dim not in channels]
     axes = [axis for axis in range(x.ndim) if axis != 1]
@@ -54,7 +54,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     mean = sum_over_devices(y.sum(axes, keepdim=True), mesh, summed) / count
     y = y - mean
     variance = sum_over_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
-    # The running variance is unbiased, so it is scaled by count / (count - 1).
+    # The running variance is the unbiased one, so multiply the variance by count / (count - 1).
     for name, value in (("running_mean", mean), ("running_var", variance * (count / (count - 1)))):
         value = wrap_shards(value.detach().flatten(), mesh, channels)
         _update_running_value(given.get(name), value, given.get("momentum", 0.1))
@@ -73,10 +73,10 @@ def _update_running_value(running: torch.Tensor | None, value: Any, momentum: fl
         return
     mesh, placements = value.device_mesh, value.placements
     earlier = running if isinstance(running, DTensor) else replicate_tensor(running, mesh)
-    shard = extract_shard(redistribute_if_needed(reduce_partial(earlier), placements), placements)
+    shard = extract_shard(redistribute_if_needed(reduce_if_partial(earlier), placements), placements)
     new = momentum * get_local(value).to(running.dtype) + (1 - momentum) * shard
     new = make_dtensor_from_shards(new, mesh, placements)
-    running.copy_(new if isinstance(running, DTensor) else to_unsharded(new))
+    running.copy_(new if isinstance(running, DTensor) else gather_if_sharded(new))
 
 
 def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -90,10 +90,10 @@ def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> ob
             if running[0] is not None:
                 y = x if isinstance(x, DTensor) else replicate_tensor(x, find_device_mesh(running))
                 axes, count = list(range(2, y.ndim)), y[0, 0].numel()
-                mean = reduce_partial(y.mean(axes, keepdim=True))
-                variance = reduce_partial(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
+                mean = reduce_if_partial(y.mean(axes, keepdim=True))
+                variance = reduce_if_partial(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
                 for each, value in zip(running, (mean.flatten(1), variance), strict=True):
-                    _update_running_value(each, reduce_partial(value.mean(0)), given.get("momentum", 0.1))
+                    _update_running_value(each, reduce_if_partial(value.mean(0)), given.get("momentum", 0.1))
     return _COMPUTE_BY_EXAMPLE(function, (x,), given)
 
 

@@ -31,29 +31,33 @@ from torch.utils.hooks import BackwardHook
 from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines.patches import AttributePatch
-from layoutmap.engines.tested import ImportGuard, check_names_exist
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import install_patches
 from layoutmap.engines.torch.dtensor_ops import conversions
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_product, gather_and_wait
-from layoutmap.engines.torch.dtensor_ops.guard import guard_operators_on_mesh, is_mesh_guarded, sharding_query
-from layoutmap.engines.torch.dtensor_ops.local_values import refuse_shard
-from layoutmap.engines.torch.dtensor_ops.memories import refuse_outdated
+from layoutmap.engines.torch.dtensor_ops.guard import (
+    correct_operators_on_mesh,
+    has_corrected_operators,
+    sharding_query,
+)
+from layoutmap.engines.torch.dtensor_ops.local_values import check_value_is_no_shard
+from layoutmap.engines.torch.dtensor_ops.memories import check_no_slice_is_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import (
+    gather_if_sharded,
     is_replicated,
     redistribute_if_needed,
-    replace_partial,
+    replace_partial_placements,
     shard_like,
-    to_unsharded,
 )
-from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor, mark_view_spec, set_local
+from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor, mark_view_spec, set_local_tensor
 from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import count_hidden_change, get_storage, mark_changes_as_hidden
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch.distributed.tensor import _api
     from torch.optim import _muon as _of_muon
     from torch.utils.flop_counter import _FlopCounterMode as FlopCounting  # pyright: ignore[reportPrivateUsage]
@@ -61,11 +65,11 @@ with ImportGuard("torch"):
 check_names_exist("torch", (BackwardHook, "_unpack_none"), (_of_muon, "_zeropower_via_newtonschulz"))
 
 
-# Programs also use weights outside a model's call, so torch is patched for the mesh (decisions/0151).
+# A program may use weights outside a model's call, so torch is patched for the mesh (decisions/0151).
 def install_patches_for_mesh(device_mesh: DeviceMesh) -> None:
     """Patch torch so that DTensors on a mesh compute correctly outside of `enable_dtensor_ops`, too."""
-    if not is_mesh_guarded(device_mesh):
-        guard_operators_on_mesh(device_mesh)
+    if not has_corrected_operators(device_mesh):
+        correct_operators_on_mesh(device_mesh)
         install_patches(*_PATCHES)
 
 
@@ -73,7 +77,7 @@ def install_patches_for_mesh(device_mesh: DeviceMesh) -> None:
 @torch.no_grad()
 def _assign_data(original: Callable[..., None], tensor: DTensor, value: torch.Tensor) -> None:
     """Replace `tensor.data = value`: set the values of a DTensor that keeps its layout."""
-    if is_mesh_guarded(tensor.device_mesh):
+    if has_corrected_operators(tensor.device_mesh):
         if value.shape != tensor.shape:
             raise EngineError(
                 "tensor.data = value: a tensor on a mesh would change its shape",
@@ -82,21 +86,23 @@ def _assign_data(original: Callable[..., None], tensor: DTensor, value: torch.Te
                 fix="give the module another parameter: module.weight = torch.nn.Parameter(value)",
             )
         if isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh:
-            value = redistribute_if_needed(value, replace_partial(tensor.placements))
+            value = redistribute_if_needed(value, replace_partial_placements(tensor.placements))
         else:
-            value = shard_like(to_unsharded(value), tensor)
-        if tensor.is_leaf:  # autograd may have saved it, so that its backward pass must refuse the new values
+            value = shard_like(gather_if_sharded(value), tensor)
+        if tensor.is_leaf:  # autograd may have saved its old values, and then its backward pass must raise
             count_hidden_change(get_storage(tensor))
-        set_local(tensor, get_local(value), get_spec(value))
+        set_local_tensor(tensor, get_local(value), get_spec(value))
     original(tensor, value)
 
 
 @skip_function_modes
 @torch.no_grad()
-# Conversions such as `model.double()` must work, so a swap exchanges layouts too (decisions/0151).
+# Conversions such as `model.double()` swap tensors, so a swap must also exchange the layouts (decisions/0151).
 def _swap_tensors(original: Callable[..., None], t1: torch.Tensor, t2: torch.Tensor) -> None:
     """Replace `torch.utils.swap_tensors(t1, t2)`: swap the values, types, and layouts of two DTensors."""
-    both = [each for each in (t1, t2) if isinstance(each, DTensor) and is_mesh_guarded(each.device_mesh)]
+    both = [
+        each for each in (t1, t2) if isinstance(each, DTensor) and has_corrected_operators(each.device_mesh)
+    ]
     if len(both) < 2:
         original(t1, t2)
         return
@@ -104,14 +110,14 @@ def _swap_tensors(original: Callable[..., None], t1: torch.Tensor, t2: torch.Ten
     set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     for each, (local, spec) in zip(both, reversed(contents), strict=True):
         if each.is_leaf:
-            count_hidden_change(get_storage(each))  # see `_assign_data`
+            count_hidden_change(get_storage(each))  # for the same reason as in `_assign_data`
         set_shell(each, make_dtensor(local, spec))
-        set_local(each, local, spec)
+        set_local_tensor(each, local, spec)
 
 
 def _assign_item(original: Callable[..., None], tensor: DTensor, index: object, value: object) -> None:
     """Replace `tensor[index] = value`: assign inside of `enable_dtensor_ops`."""
-    if not is_mesh_guarded(tensor.device_mesh):
+    if not has_corrected_operators(tensor.device_mesh):
         original(tensor, index, value)
         return
     with simulation.simulate_mesh(tensor.device_mesh), enable_dtensor_ops(tensor.device_mesh):
@@ -120,7 +126,7 @@ def _assign_item(original: Callable[..., None], tensor: DTensor, index: object, 
 
 def _copy_dtensor(original: Function, tensor: DTensor, memo: dict[int, object]) -> object:
     """Replace `copy.deepcopy(tensor)`: clone a DTensor that starts inside of its storage, which torch cannot copy."""
-    if id(tensor) in memo or not is_mesh_guarded(tensor.device_mesh) or not tensor.storage_offset():
+    if id(tensor) in memo or not has_corrected_operators(tensor.device_mesh) or not tensor.storage_offset():
         return original(tensor, memo)
     made = memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return made
@@ -129,28 +135,29 @@ def _copy_dtensor(original: Function, tensor: DTensor, memo: dict[int, object]) 
 @skip_function_modes
 def _call_on_gathered(original: Function, tensor: DTensor, *args: object, **options: object) -> object:
     """Replace a method that torch supports only for unsharded tensors: call it on the gathered tensor."""
-    if not is_mesh_guarded(tensor.device_mesh):
+    if not has_corrected_operators(tensor.device_mesh):
         return original(tensor, *args, **options)
-    refuse_outdated(original.__name__, tensor)
+    check_no_slice_is_outdated(original.__name__, tensor)
     return original(gather_and_wait(tensor), *args, **options)
 
 
 def _format_scalar(original: Callable[..., str], tensor: DTensor, format_spec: str) -> str:
     """Replace `f"{tensor:.3f}"`: format the value of a scalar DTensor."""
-    is_number = tensor.ndim == 0 and is_mesh_guarded(tensor.device_mesh)
+    is_number = tensor.ndim == 0 and has_corrected_operators(tensor.device_mesh)
     if is_number and (format_spec or is_replicated(tensor)):
         return format(tensor.item(), format_spec)
     return original(tensor, format_spec)
 
 
-def _refuse_address(original: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
-    """Replace `tensor.data_ptr()`: raise, because a kernel would take this device's shard for the global tensor."""
+def _get_address_or_raise(original: Function, tensor: DTensor, *args: object, **kwargs: object) -> object:
+    """Replace `tensor.data_ptr()`: raise, because a kernel would take a shard on the mesh for the global tensor."""
     caller = sys._getframe(find_user_stacklevel({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
     asked_in = caller.f_globals.get("__name__")
-    # `copy.deepcopy` only compares the address, so it gets torch's answer.
-    if not is_mesh_guarded(tensor.device_mesh) or asked_in == "torch._tensor":
+    # `copy.deepcopy` only compares addresses, so return torch's answer to it.
+    if not has_corrected_operators(tensor.device_mesh) or asked_in == "torch._tensor":
         return original(tensor, *args, **kwargs)
-    # torch packs recurrent weights into one storage for cuDNN, unless two have equal addresses, so return equal ones.
+    # For cuDNN, torch's RNN packs its weights into one storage, unless two have the same address, so return equal
+    # addresses.
     if asked_in == "torch.nn.modules.rnn":
         return 0
     raise EngineError(
@@ -167,9 +174,9 @@ def _compute_muon_update(
     original: Callable[..., torch.Tensor], gradient: torch.Tensor, *options: object
 ) -> object:
     """Replace the orthogonalization of Muon: compute it from the gathered gradient, equally on each device."""
-    if not isinstance(gradient, DTensor) or not is_mesh_guarded(gradient.device_mesh):
+    if not isinstance(gradient, DTensor) or not has_corrected_operators(gradient.device_mesh):
         return original(gradient, *options)
-    return shard_like(original(to_unsharded(gradient), *options), gradient)
+    return shard_like(original(gather_if_sharded(gradient), *options), gradient)
 
 
 def _unflatten_tensor(original: Function, pieces: object, metadata: Args, *form: object) -> object:
@@ -183,7 +190,7 @@ def _unflatten_tensor(original: Function, pieces: object, metadata: Args, *form:
         return tensor
 
 
-_WARNED = "_layoutmap_said"  # attribute of a counting mode that has warned
+_WARNED = "_layoutmap_said"  # attribute of a `FlopCounterMode` that has warned
 
 
 @skip_function_modes
@@ -199,10 +206,10 @@ def _count_flops(
     if sharding_query.is_running:
         return func(*args, **(kwargs or {}))
     leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
-    each = next((each for each in leaves if is_mesh_guarded(each.device_mesh)), None)
+    each = next((each for each in leaves if has_corrected_operators(each.device_mesh)), None)
     if each is None:
         found = original(mode, func, types, args, kwargs)
-        # The mode returns NotImplemented for the size and stride operators of simulated ranks, so call them directly.
+        # For sizes and strides of simulated ranks, the mode returns NotImplemented, so call the operator directly.
         return func(*args, **(kwargs or {})) if found is NotImplemented and not types else found
     if not hasattr(mode, _WARNED):
         setattr(mode, _WARNED, True)
@@ -213,7 +220,7 @@ def _count_flops(
             fix="to count the operations of the whole batch, use the unsharded model",
         )
         warnings.warn(warning, stacklevel=find_user_stacklevel({"torch", "functools"}))
-    return NotImplemented  # so that DTensor computes it, and the mode counts the operators on shards
+    return NotImplemented  # DTensor then calls operators on shards, which the mode counts
 
 
 def _register_hook(original: Function, tensor: DTensor, hook: Function) -> object:
@@ -222,16 +229,16 @@ def _register_hook(original: Function, tensor: DTensor, hook: Function) -> objec
     @functools.wraps(hook)
     def call_and_check_hook(gradient: torch.Tensor) -> object:
         result = hook(gradient)
-        refuse_shard("a gradient from a hook", result)
+        check_value_is_no_shard("a gradient from a hook", result)
         return result
 
-    return original(tensor, call_and_check_hook if is_mesh_guarded(tensor.device_mesh) else hook)
+    return original(tensor, call_and_check_hook if has_corrected_operators(tensor.device_mesh) else hook)
 
 
 def _check_hook_results(original: Function, hook: object, indices: object, values: Any) -> object:
     """Replace the method that unpacks a module backward hook's results: refuse shards among them."""
     for each in tree_leaves(values):
-        refuse_shard("a gradient from a backward hook", each)
+        check_value_is_no_shard("a gradient from a backward hook", each)
     return original(hook, indices, values)
 
 
@@ -271,7 +278,7 @@ class _DistributeTensorPatch:
             delattr(_api, self._NAME)
 
 
-# The code of this function runs with the globals of torch's module, so it finds `layoutmap_distribute` there.
+# torch's function gets this code, and runs it with its own globals, in which `layoutmap_distribute` is defined.
 def _call_layoutmap_distribute(
     tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: Any = 0
 ) -> Any:
@@ -309,8 +316,8 @@ _PATCHES = (
         lambda original: staticmethod(functools.partial(_unflatten_tensor, original)),
     ),
     _make_method_patch("__deepcopy__", _copy_dtensor),
-    _make_method_patch("data_ptr", _refuse_address),
-    _make_method_patch("__dlpack__", _refuse_address),
+    _make_method_patch("data_ptr", _get_address_or_raise),
+    _make_method_patch("__dlpack__", _get_address_or_raise),
     _make_method_patch("full_tensor", conversions.full_tensor),
     _make_method_patch("redistribute", conversions.redistribute),
     _make_method_patch("to_local", conversions.to_local),

@@ -21,15 +21,15 @@ from torch.nn import functional as F
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import Gather, compare_texts
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered, is_in_place
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered, is_in_place
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     find_reachable_placements,
+    gather_if_sharded,
     redistribute_if_needed,
-    reduce_partial,
+    reduce_if_partial,
     shard_like,
-    to_unsharded,
 )
 from layoutmap.engines.torch.trees import tree_map
 
@@ -64,7 +64,7 @@ def check_equal_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
 def _hash_generator_states(device_type: str) -> int:
     """Return a checksum of the states of torch's default CPU generator and of the device's generator."""
     states = [torch.get_rng_state()]
-    if device_type != "cpu":  # masks are drawn by the device's own generator, so include it
+    if device_type != "cpu":  # the device's own generator draws the masks, so include its state
         states.append(torch.get_device_module(device_type).get_rng_state())
     return compute_checksum(*(state.numpy() for state in states))
 
@@ -78,7 +78,7 @@ def _compute_dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute a dropout with the mask that an unsharded tensor would get."""
     x, p, train = _bind_dropout_arguments(*args, **kwargs)
     if not train or p == 0:
-        return x  # like torch, draw nothing
+        return x  # draw no random numbers, because torch draws none either
     plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
     mask = shard_like(plain(_allocate_like(x).fill_(1), p, True), x)
     return x.mul_(mask) if is_in_place(function) else x * mask
@@ -93,7 +93,7 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
     """Compute a dropout with a mask of which each device draws only its own shard."""
     x, p, train = _bind_dropout_arguments(*args, **kwargs)
     of_channels = "feature" in function.__name__
-    # For other arguments torch draws nothing or raises, so use the handler that follows torch.
+    # For arguments other than these, torch draws nothing or raises, so call the handler that does the same.
     if not train or not 0 < p <= 1 or not x.numel() or (of_channels and x.ndim < 2):
         return RANDOM[function](function, args, kwargs)
     in_place = is_in_place(function)
@@ -106,11 +106,11 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
     if "alpha" not in function.__name__ or p == 1:
         mask = draw(divisor=1 - p)
         return x.mul_(mask) if in_place else x * mask
-    # Dropped elements become the lower limit of SELU, which preserves mean and variance.
+    # Set dropped elements to the lower limit of SELU, and scale and shift all elements, to preserve mean and variance.
     mask, scale = draw(), 1 / math.sqrt((_SELU * _SELU * p + 1) * (1 - p))
     shift = mask.add(-1).mul_(_SELU * scale).add_(_SELU * scale * p)
     mask.mul_(scale)
-    return x.mul_(mask).add_(shift) if in_place else reduce_partial(x) * mask + shift
+    return x.mul_(mask).add_(shift) if in_place else reduce_if_partial(x) * mask + shift
 
 
 _SELU = 1.7580993408473766
@@ -121,7 +121,7 @@ def _make_training_handler(position: int) -> Function:
 
     def compute_if_training(function: Function, args: Args, kwargs: Kwargs) -> object:
         training = args[position] if len(args) > position else next(iter(kwargs.values()))
-        return compute_random_gathered(function, args, kwargs) if training else function(*args, **kwargs)
+        return compute_random_on_gathered(function, args, kwargs) if training else function(*args, **kwargs)
 
     return compute_if_training
 
@@ -129,7 +129,7 @@ def _make_training_handler(position: int) -> Function:
 def _fill_with_random_numbers(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Fill a DTensor in place with the random numbers that an unsharded tensor would get."""
     x, *rest = args
-    values = function(_allocate_like(x), *map(to_unsharded, rest), **tree_map(to_unsharded, kwargs))
+    values = function(_allocate_like(x), *map(gather_if_sharded, rest), **tree_map(gather_if_sharded, kwargs))
     return x.copy_(shard_like(values, x))
 
 
@@ -139,10 +139,10 @@ def _draw_random_like(function: Function, args: Args, kwargs: Kwargs) -> object:
     return shard_like(function(_allocate_like(x), *rest, **kwargs), x)
 
 
-def compute_random_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
+def compute_random_on_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute a random function on gathered tensors. A result shaped like the first DTensor gets its placements."""
     first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
-    result = compute_gathered(function, args, kwargs)
+    result = compute_on_gathered(function, args, kwargs)
     if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
         return result
     return redistribute_if_needed(result, find_reachable_placements(first))
@@ -172,7 +172,7 @@ RANDOM: dict[object, Function] = {
             F.fractional_max_pool2d,
             F.fractional_max_pool3d,
         ),
-        compute_random_gathered,
+        compute_random_on_gathered,
     ),
     **dict.fromkeys(_ALPHA_DROPOUTS, _make_training_handler(2)),
     **dict.fromkeys((torch.rrelu, torch.rrelu_), _make_training_handler(3)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
 from layoutmap.engines.torch.dtensor_ops.shards import (
     find_device_mesh,
     find_sharded_axes,
@@ -16,15 +16,15 @@ from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def _compute_recurrent_layer(function: Function, args: Args, kwargs: Kwargs) -> object:
-    if kwargs or not isinstance(args[3], bool):  # packed sequences have different arguments, so gather them
-        return compute_gathered(function, args, kwargs)
+    if kwargs or not isinstance(args[3], bool):  # torch passes packed sequences differently, so gather them
+        return compute_on_gathered(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
-    if train and dropout:  # dropout must draw as on one device, so gather
-        return compute_gathered(function, args, kwargs)
+    if train and dropout:  # the dropout between layers must draw the same numbers as on one device, so gather
+        return compute_on_gathered(function, args, kwargs)
     mesh = find_device_mesh(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1
     kept = find_sharded_axes([x], mesh, [axis])
-    of_states = dict.fromkeys(kept, 1)  # states start with the layer axis, also with batch_first
+    of_states = dict.fromkeys(kept, 1)  # states start with the layer axis, even with batch_first
     several = is_sequence(states)
     shards = [reshard_to_local(each, mesh, of_states, kept) for each in (states if several else (states,))]
     output, *last = function(

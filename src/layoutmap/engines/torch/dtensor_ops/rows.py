@@ -19,7 +19,7 @@ def _compute_rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
 
 def _compute_pad(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
-    if given.get("mode", "constant") == "constant":  # DTensor supports constant padding
+    if given.get("mode", "constant") == "constant":  # DTensor computes constant padding correctly
         return function(*args, **kwargs)
     return _make_last_axes_handler(len(given["pad"]) // 2)(function, args, kwargs)
 
@@ -39,7 +39,7 @@ def _compute_with_inplace_option(function: Function, args: Args, kwargs: Kwargs)
     if not given.pop("inplace", False):
         return _ALL(function, (), given)
     x = given["input"]
-    result = _ALL(function, (), {**given, "input": x.clone()})  # clone, because backward needs the input
+    result = _ALL(function, (), {**given, "input": x.clone()})  # clone, as backward needs the original input
     return x.copy_(redistribute_if_needed(result, find_reachable_placements(x)))
 
 
@@ -54,7 +54,7 @@ ROWS: dict[object, Function] = {
     F.fold: _make_last_axes_handler(2),
     **dict.fromkeys(_PARAMETERS, _compute_with_inplace_option),
     **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
-    F.prelu: _FIRST,  # its weights belong to axis 1, so only axis 0 stays sharded
+    F.prelu: _FIRST,  # each weight belongs to an index of axis 1, so only axis 0 stays sharded
     **dict.fromkeys(
         (F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _make_last_axes_handler(1)
     ),

@@ -19,7 +19,7 @@ from layoutmap.engines.torch.placing import (
     make_dtensor_from_shards,
     make_replicated_placements,
     redistribute_if_needed,
-    reduce_partial,
+    reduce_if_partial,
     replicate_tensor,
 )
 from layoutmap.engines.torch.specs import get_axis
@@ -62,7 +62,7 @@ def find_sharded_axes(
         if not axes or dim in excluded_dims:
             continue
         axis = axes[0]
-        number = num_shards.get(axis, 1) * mesh.size(dim)  # several dims may shard one axis
+        number = num_shards.get(axis, 1) * mesh.size(dim)  # several mesh dims may shard one axis
         size = tensors[0].shape[axis]
         has_last = size > -(-size // number) * (number - 1)
         is_uneven = axis in uneven_axes and axis not in num_shards and has_last
@@ -98,7 +98,7 @@ def reshard_to_local(
     if not isinstance(tensor, DTensor):
         tensor = replicate_tensor(tensor, mesh)
     if tensor.placements != placements:
-        tensor = redistribute_if_needed(reduce_partial(tensor), placements)
+        tensor = redistribute_if_needed(reduce_if_partial(tensor), placements)
     gradient = list(placements)
     for dim in varying_dims:
         if placements[dim].is_replicate():

@@ -12,12 +12,12 @@ from contextlib import suppress
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     find_reachable_placements,
     redistribute_if_needed,
-    reduce_partial,
+    reduce_if_partial,
     replicate_gradient,
     replicate_tensor,
 )
@@ -32,8 +32,8 @@ def keep_gradient_layout(changed_tensor: torch.Tensor) -> None:
         mesh, placements = base.device_mesh, find_reachable_placements(base)
 
         def redistribute_gradient(gradient: torch.Tensor) -> DTensor:
-            # torch may have created zeros that are not DTensors, so replicate them.
-            return redistribute_if_needed(reduce_partial(replicate_gradient(gradient, mesh)), placements)
+            # torch may pass zeros that are no DTensor as the gradient, so replicate them on the mesh.
+            return redistribute_if_needed(reduce_if_partial(replicate_gradient(gradient, mesh)), placements)
 
         base.register_hook(redistribute_gradient)  # pyright: ignore[reportUnknownMemberType]
 
@@ -47,7 +47,7 @@ def assign_item(function: Function, args: Args, kwargs: Kwargs) -> object:
             function(target, index, replicate_tensor(value, target.device_mesh) if on_mesh else value)
             keep_gradient_layout(target)
             return None
-    return compute_gathered(function, args, kwargs)
+    return compute_on_gathered(function, args, kwargs)
 
 
 def _is_whole_on_sharded_axes(target: DTensor, index: object) -> bool:

@@ -31,8 +31,8 @@ def _compute_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collect
 
 def _subtract_maximum(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
     """Return a shard minus the maximum along an axis over all devices."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's kernels do
-    # The maximum cancels out, so it needs no gradient.
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # torch's kernels also convert to float32
+    # The maximum cancels out of the softmax, so it needs no gradient.
     return x - compute_device_maximum(x.detach().amax(axis, keepdim=True), mesh, dims)
 
 
@@ -48,7 +48,7 @@ def _make_handler(compute_shard: Callable[..., torch.Tensor], dtype_position: in
         axis, mesh = axis % rank, x.device_mesh
         kept = find_sharded_axes([x], mesh, set(range(rank)) - {axis})
         dims = find_sharded_axes([x], mesh, {axis}, excluded_dims=kept, uneven_axes={axis})
-        if not dims or not x.is_floating_point():  # some shard is empty, or torch refuses the dtype
+        if not dims or not x.is_floating_point():  # a shard is empty, or torch refuses the dtype
             return function(*args, **kwargs)
         local = reshard_to_local(x, mesh, {**kept, **dims}, {**kept, **dims})
         dtype = args[dtype_position] if len(args) > dtype_position else kwargs.get("dtype")

@@ -28,7 +28,7 @@ def unwrap_function(function: Function, **replacements: Function) -> Function:
     """
     questions = [name for name in function.__code__.co_names if name.startswith(_OVERRIDE_CHECK)]
     scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replacements}
-    if "overrides" in function.__code__.co_names:  # as functions of `torch.nn.init` have
+    if "overrides" in function.__code__.co_names:  # functions of `torch.nn.init` use this module
         scope["torch"] = _TORCH
     made = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__

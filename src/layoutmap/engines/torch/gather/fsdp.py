@@ -38,7 +38,7 @@ def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
     placement, mesh = tensor.placements[mesh_dim], tensor.device_mesh
     if placement.is_replicate() or placement.is_partial() or not has_even_shards(get_spec(tensor)):
         return False
-    shards_before = 1  # number of shards by later mesh dims
+    shards_before = 1  # number of shards of the same axis over later mesh dims
     for number, each in enumerate(tensor.placements):
         if number == mesh_dim or each.is_replicate():
             continue
@@ -70,7 +70,7 @@ class GatheredTensors:
         self.layouts = [_GatherLayout(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
         flat = torch.cat([get_local(tensor).detach().reshape(-1) for tensor in tensors])
-        if flat.device.type != mesh.device_type:  # the weights are offloaded, so move them back
+        if flat.device.type != mesh.device_type:  # the weights were offloaded to the CPU, so move them back
             flat = flat.to(mesh.device_type)
         flat = flat.to(dtype)
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
@@ -89,7 +89,7 @@ class GatheredTensors:
 class _AllGather(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: GatheredTensors, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        # By default, torch creates zeros that are not DTensors for unused outputs, so turn that off.
+        # By default, torch passes zeros that are no DTensors as gradients of unused outputs, so turn that off.
         ctx.set_materialize_grads(False)
         ctx.gather = gather
         columns = torch.split(gather.pop_rows(), [layout.local_size for layout in gather.layouts], dim=1)
@@ -117,28 +117,30 @@ class _ReduceScatter(AutogradFunction):
             if gradient is not None
         ]
         results: dict[int, DTensor] = {}
-        # Each dtype has its own collective, so the order of the dtypes must be the same in all processes.
+        # One collective reduces the gradients of one dtype, so all processes must iterate over the dtypes in the same
+        # order.
         for dtype in dict.fromkeys(gradient.dtype for _, gradient in partial_sums):
             some = [(layout, gradient) for layout, gradient in partial_sums if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
             flat = torch.cat([layout.split_by_device(gradient) for layout, gradient in some], dim=1).reshape(
                 -1
             )
-            # A policy may request float32 sums, because bfloat16 sums lose digits.
+            # A mixed-precision policy may request sums in float32, because sums in bfloat16 lose digits.
             flat = flat.to(gather.reduce_dtype)
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
-            # One collective for all weights is faster.
+            # One collective for all weights is faster than one for each.
             dist.reduce_scatter_single(mine, flat, group=mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]
             parts = torch.split(mine, [layout.local_size for layout, _ in some])
             results |= {
-                id(layout): layout.make_sharded(part) for (layout, _), part in zip(some, parts, strict=True)
+                id(layout): layout.make_sharded_gradient(part)
+                for (layout, _), part in zip(some, parts, strict=True)
             }
         return tuple(results.get(id(layout)) for layout in layouts)
 
     @staticmethod
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # processes must use one order of collectives
+        groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # all processes need this order of collectives
         for number, each in enumerate(upstream):
             if each is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)
@@ -158,7 +160,7 @@ class CastFunction(AutogradFunction):
     def forward(ctx: Ctx, tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
         """Return the DTensor in `dtype`."""
         ctx.dtype = tensor.dtype
-        return _cast_local(tensor, dtype)
+        return _cast_local_tensor(tensor, dtype)
 
     @staticmethod
     @skip_function_modes
@@ -167,7 +169,7 @@ class CastFunction(AutogradFunction):
         return CastFunction.apply(upstream[0], ctx.dtype), None
 
 
-def _cast_local(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
+def _cast_local_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
     spec = get_spec(tensor)
     return make_dtensor(get_local(tensor).to(dtype), replace_placements(spec, spec.placements, dtype))
 
@@ -195,7 +197,7 @@ class _GatherLayout:
         apart = get_local(gradient).reshape([*before, self.num_devices, *after])
         return apart.movedim(self.axis, 0).reshape(self.num_devices, -1)
 
-    def make_sharded(self, elements: torch.Tensor) -> DTensor:
+    def make_sharded_gradient(self, elements: torch.Tensor) -> DTensor:
         """Return the gradient of the sharded tensor, from the elements of this device's shard."""
         elements = elements.to(self.device, get_meta(self.spec).dtype)
         return make_dtensor(elements.reshape(self.local_shape), self.spec)

@@ -22,7 +22,7 @@ from layoutmap.engines.torch.storages import get_storage_key
 
 
 @contextmanager
-# Saved tensors would keep gathered weights in memory, so autograd saves references (decisions/0017).
+# If autograd saved the gathered weights, they would stay in memory, so it saves references to them (decisions/0017).
 def save_references(tensors: Sequence[DTensor], regather: Callable[[], Sequence[DTensor]]) -> Generator[bool]:
     """Make autograd save references to gathered tensors and their views, while the `with` block runs.
 
@@ -50,12 +50,12 @@ def _record_gathered_weights(
 ) -> _GatheredWeights | None:
     """Return the gathered weights, or None if autograd saves nothing or other hooks are active."""
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    # Other saved-tensor hooks take precedence, so do nothing.
+    # If other saved-tensor hooks are active, they get the tensors, so do nothing.
     if not nodes or not torch.is_grad_enabled() or get_saved_tensor_hooks() is not None:
         return None
     weights = _GatheredWeights(tensors, regather)
     for node in nodes:
-        node.register_hook(weights.drop_regathered)
+        node.register_hook(weights.drop_regathered_weights)
     return weights
 
 
@@ -83,7 +83,7 @@ class _GatheredWeights:
         """Forget the storages of the weights, because later tensors may reuse their memory."""
         self._numbers.clear()
 
-    def drop_regathered(self, *_: object) -> None:
+    def drop_regathered_weights(self, *_: object) -> None:
         """Release the weights that were gathered again, unless a second derivative needs them."""
         if not torch.is_grad_enabled():
             self._made = None
@@ -126,7 +126,7 @@ def drop_autograd_node(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     if type(tensor) is DTensor and not (tensor.is_conj() or tensor.is_neg()):
-        # Not `detach`, which uses DTensor's slow dispatcher.
+        # Do not call `detach`, because DTensor's dispatcher is slow.
         return make_dtensor(get_local(tensor), get_spec(tensor))
     return tensor.detach()
 
@@ -137,4 +137,4 @@ def can_be_shard_of_weight(tensor: torch.Tensor) -> bool:
 
 
 def _get_first_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return simulation.get_first_local(get_local(tensor))
+    return simulation.get_first_local_tensor(get_local(tensor))

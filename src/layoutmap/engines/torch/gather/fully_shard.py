@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
-from layoutmap.engines.tested import ImportGuard
+from layoutmap.engines.tested import ImportErrorConverter
 from layoutmap.engines.torch.backward import (
     AutogradFunction,
     Ctx,
@@ -43,7 +43,7 @@ from layoutmap.engines.torch.specs import (
 )
 from layoutmap.engines.torch.storages import get_storage_key, get_version
 
-with ImportGuard("torch"):
+with ImportErrorConverter("torch"):
     from torch._C import _will_engine_execute_node as will_be_reached  # pyright: ignore[reportPrivateUsage]
 
 
@@ -57,7 +57,7 @@ class _CallOrder:
     prefetched: set[GatherUnit] = field(default_factory=set["GatherUnit"])
 
 
-# User modules must keep their class and hooks, so apply `fully_shard` to these helper modules (decisions/0017).
+# `fully_shard` changes a module's class and hooks, so apply it to helper modules, not the user's (decisions/0017).
 class GatherUnit(torch.nn.Module):
     """Parameters that `fully_shard` gathers together.
 
@@ -82,7 +82,7 @@ class GatherUnit(torch.nn.Module):
     ) -> None:
         super().__init__()
         offload: Any = options.get("offload_policy")
-        # The base policy, which does not offload, lacks this attribute.
+        # The base class of policies, which does not offload, has no `pin_memory`.
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _move_to_cpu(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
@@ -97,7 +97,7 @@ class GatherUnit(torch.nn.Module):
             self.add_module(f"unit {index}", unit)
             unit.order = self.order
         self._apply_fully_shard([each for _, each in parameters], mesh, options)
-        # GPUs overlap gathers by streams, so only CPUs need asynchronous gathers.
+        # On GPUs, gathers overlap by streams, so only CPUs need asynchronous gathers.
         self.state = FullyShardState(self, is_asynchronous=mesh.device_type == "cpu")
         self.state.call_before_reducing(self._redistribute_gradients)
         if below is not None:
@@ -106,7 +106,8 @@ class GatherUnit(torch.nn.Module):
 
     def _apply_fully_shard(self, parameters: Sequence[Any], mesh: Any, options: Mapping[str, Any]) -> None:
         """Apply `fully_shard` to placeholders, and then replace them by the parameters."""
-        from torch.distributed.fsdp import DataParallelMeshDims, fully_shard  # here, because it loads slowly
+        # The import is slow, so it is in this function.
+        from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 
         axes: dict[int, Shard] = {}
         for index, each in enumerate(parameters):
@@ -123,7 +124,7 @@ class GatherUnit(torch.nn.Module):
         )
         for index, each in enumerate(parameters):
             self._parameters[f"weight {index}"] = each
-        made.set_gradient_divide_factor(1.0)  # no division, because gradients are partial sums
+        made.set_gradient_divide_factor(1.0)  # gradients are partial sums, so do not divide them
         made.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
     def can_be_reused_for(self, parameters: Sequence[torch.Tensor | None]) -> bool:
@@ -153,27 +154,27 @@ class GatherUnit(torch.nn.Module):
                 versions = [get_version(each) for each, _ in self._sharded]
                 call = _UnitCall(self, versions, self._storages, hooks)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-                    yield self._attach_gradient_guard()
+                    yield self._attach_gradient_check()
             else:
-                yield self._attach_gradient_guard()
+                yield self._attach_gradient_check()
         finally:
             self._end_call()
 
     @skip_function_modes
     def _begin_call(self, inputs: Sequence[torch.Tensor]) -> None:
         """Gather the parameters, and register the hooks that begin and end the backward pass of this unit."""
-        if get_backward_pass_id() >= 0:  # within a backward pass, a checkpoint recomputes this call
+        if get_backward_pass_id() >= 0:  # in a backward pass, so a checkpoint recomputes this call
             if not self.state.is_in_backward:
                 self.state.gather_for_backward()
         else:
             if not self.state.is_call_running and self.state.has_failed_backward:
                 self.state.reset_after_failure()
             if self.state.is_gathered:
-                self.state.free_gathered_parameters()  # free kept weights, because the parameters may have changed
+                self.state.free_gathered_parameters()  # the weights may have changed since they were gathered
             self._record_call_order()
         self.state.gather_for_forward()
         if not self._storages:
-            # Read these once, because torch keeps the storages, and only resizes them.
+            # Read the storages once, because torch only resizes them, and does not replace them.
             self._storages = frozenset(
                 get_storage_key(get_local(each)) for each in self.state.gathered_parameters
             )
@@ -187,15 +188,15 @@ class GatherUnit(torch.nn.Module):
                     each.register_hook(self._end_backward)  # pyright: ignore[reportUnknownMemberType]
 
     @skip_function_modes
-    def _attach_gradient_guard(self) -> list[DTensor]:
-        """Return the gathered parameters. If some are trained, one of them passes through a `_GradientGuard`."""
+    def _attach_gradient_check(self) -> list[DTensor]:
+        """Return the gathered parameters. If some are trained, one passes through an `_UnsupportedGradientCheck`."""
         gathered = self.state.gathered_parameters
         trained = [index for index, each in enumerate(gathered) if each.requires_grad]
         if trained and torch.is_grad_enabled():
             first = gathered[trained[0]]
             node = torch.autograd.graph.get_gradient_edge(first).node
             sharded = [self._sharded[index][0] for index in trained]
-            gathered[trained[0]] = _GradientGuard.apply(node, first, *sharded)
+            gathered[trained[0]] = _UnsupportedGradientCheck.apply(node, first, *sharded)
         return gathered
 
     def _record_call_order(self) -> None:
@@ -205,7 +206,7 @@ class GatherUnit(torch.nn.Module):
             self.order.following[before] = self
             this: Any = before
             this.set_modules_to_forward_prefetch([self])
-        self.order.prefetched.discard(self)  # used now, so `_end_call` must not free it
+        self.order.prefetched.discard(self)  # this call uses it, so `_end_call` must not free it
         if self in self.order.following:
             self.order.prefetched.add(self.order.following[self])
 
@@ -216,7 +217,7 @@ class GatherUnit(torch.nn.Module):
         if self._is_kept and not torch.is_grad_enabled():
             self.state.free_gathered_parameters()
         if get_backward_pass_id() < 0 and not self.state.is_call_running:
-            for unit in self.order.prefetched:  # units that no call has used
+            for unit in self.order.prefetched:  # units that were prefetched, but not called
                 unit.state.free_gathered_parameters()
             self.order.prefetched.clear()
             self.order.last = None
@@ -245,8 +246,8 @@ class GatherUnit(torch.nn.Module):
         """Return the gradient of a gathered parameter as a partial sum, because `fully_shard` reduces it later."""
         self.gather_for_backward()
         spec = get_spec(self.state.gathered_parameters[index])
-        # Autograd keeps a gradient if nothing else references it and its strides match. Otherwise it copies it into
-        # a replicated DTensor, which sums over processes, and `fully_shard` would sum again.
+        # Autograd keeps a contiguous gradient. Any other one it would copy into a replicated DTensor, which sums over
+        # processes, and `fully_shard` would sum a second time.
         part = get_local(convert_to_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
         return make_dtensor(part, replace_placement(spec, self._mesh_dim, Partial(), part.dtype))
 
@@ -264,7 +265,7 @@ class GatherUnit(torch.nn.Module):
             self.state.reduce_gradients()
 
 
-class _GradientGuard(AutogradFunction):
+class _UnsupportedGradientCheck(AutogradFunction):
     """Pass a gathered parameter through, and refuse gradients that `fully_shard` cannot compute."""
 
     @staticmethod
@@ -276,7 +277,7 @@ class _GradientGuard(AutogradFunction):
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         if not will_be_reached(ctx.node):
             raise RuntimeError(_GRADIENTS_BY_WEIGHTS)
-        # Autograd would call these hooks without a gradient, so refuse them.
+        # Autograd would call hooks of the program without a gradient, so raise if there are any.
         if any(map(has_hooks_of_others, ctx.sharded)):
             raise RuntimeError(_HOOKS_REGISTERED_TOO_LATE)
         return None, *upstream, *[None] * len(ctx.sharded)
@@ -290,7 +291,7 @@ class _UnitCall:
     ) -> None:
         self._unit = unit
         self._versions = versions
-        self._seen = -1  # number of the last backward pass that used it
+        self._seen = -1  # number of the last backward pass that used this call
         self.calls: dict[int, _UnitCall] = {} if hooks is None else dict(hooks.calls)
         self.calls.update(dict.fromkeys(storages, self))
 

@@ -26,7 +26,7 @@ def find_fully_sharded_dims(root: torch.nn.Module) -> tuple[str, ...]:
     """Return the mesh dims over which `fully_shard` shards the weights of a module and its submodules."""
     if not any(isinstance(module, FSDPModule) for module in root.modules()):
         return ()
-    from torch.distributed.fsdp import fully_shard  # imported here, because it loads slowly
+    from torch.distributed.fsdp import fully_shard  # imported here, because the import is slow
 
     names: dict[str, None] = {}
     for module in root.modules():
@@ -48,13 +48,13 @@ class FullyShardState:
     """
 
     def __init__(self, module: torch.nn.Module, *, is_asynchronous: bool) -> None:
-        from torch.distributed.fsdp import fully_shard  # imported here, because it loads slowly
+        from torch.distributed.fsdp import fully_shard  # imported here, because the import is slow
 
         self._module = module
         self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
         self._group: Any = next(iter(self._state._fsdp_param_groups), None)
         if self._group is not None:
-            self._group.unshard_async_op = is_asynchronous  # if false, a CPU waits when a gather starts
+            self._group.unshard_async_op = is_asynchronous  # if False, a CPU waits where a gather starts
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:
@@ -107,7 +107,7 @@ class FullyShardState:
     def reset_after_failure(self) -> None:
         """Reset the state that a failed backward pass left in all modules."""
         states = self._state._state_ctx.all_states
-        states[0]._reset_iter_state()  # torch stores this state only in the root, which is the first
+        states[0]._reset_iter_state()  # only the root has this state, and it is the first
         for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
@@ -115,19 +115,19 @@ class FullyShardState:
 
     def gather_for_forward(self) -> None:
         """Gather the parameters for the forward pass."""
-        # Pass no arguments, which torch would convert and hook.
+        # Pass no arguments, because torch would convert their dtype and register backward hooks on them.
         self._state._pre_forward(self._module, (), {})
 
     def finish_forward(self) -> None:
         """Free the gathered parameters, unless the backward pass reuses them."""
-        self._state._post_forward(self._module, (), None)  # pass no result, on which torch would set a hook
+        self._state._post_forward(self._module, (), None)  # torch would register a hook on a result
 
     def free_gathered_parameters(self) -> None:
         """Free the gathered parameters. A gather in progress is waited for."""
         if self._group is not None and (
             self._group.is_unsharded or self._group._all_gather_result is not None
         ):
-            self._group.wait_for_unshard()  # a running gather would write to the freed memory
+            self._group.wait_for_unshard()  # otherwise a running gather would write to the freed memory
             self._group._to_sharded()
 
     def forget_call_order(self) -> None:

@@ -33,10 +33,10 @@ from layoutmap.engines.torch.specs import (
     replace_placement,
 )
 
-_MAX_BYTES = 256 << 20  # limit of gradients in one collective
+_MAX_BYTES = 256 << 20  # largest number of bytes of gradients in one collective
 
 
-# A gradient hook must see the full sum, so the gradient is reduced before the hook runs (decisions/0017).
+# A hook of the program must get the full sum, so the gradient is reduced before the hook runs (decisions/0017).
 class GradientReducer:
     """Hooks that redistribute the gradient of each DTensor parameter to the placements of the parameter.
 
@@ -55,7 +55,7 @@ class GradientReducer:
         make_reference: Callable[[DTensor], Callable[[], torch.Tensor | None]] = weakref.ref,
     ) -> None:
         self._refer_to = make_reference
-        # Autograd holds each pass until it ends or fails, so a pass that fails keeps no parameter alive.
+        # Only autograd keeps a pass alive, until it ends or fails, so that a failed pass keeps no parameter in memory.
         self._passes: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
         self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
@@ -77,17 +77,17 @@ class GradientReducer:
                 return None
             if has_hooks_of_others(parameter):
                 if (waiting := self._passes.get(get_backward_pass_id())) is not None:
-                    waiting.reduce_and_restore()  # a hook may read other gradients, so complete them
+                    waiting.reduce_and_restore()  # the program's hook may read other gradients, so complete these
                 is_placed = gradient.placements == parameter.placements
                 return gradient if is_placed else redistribute_tensor(gradient, parameter.placements)
             if parameter.grad is not None and _has_partial_placement(gradient):
-                # Keep it separate from the existing gradient, because DTensor would all-reduce before adding.
+                # DTensor would all-reduce before it adds the gradient to the existing one, so set the gradient aside.
                 self._get_current_pass().set_gradient_aside(parameter)
             return None
 
         @skip_function_modes
         def defer_after_accumulation(parameter: DTensor) -> None:
-            if has_hooks_of_others(parameter):  # a hook may return a partial sum, so redistribute it
+            if has_hooks_of_others(parameter):  # the program's hook may return a partial sum, so redistribute
                 gradient = parameter.grad
                 if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
                     parameter.grad = redistribute_tensor(gradient, parameter.placements)
@@ -137,12 +137,13 @@ class _BackwardPass:
         self._waiting.clear()
         while self._earlier:
             _, (parameter, earlier) = self._earlier.popitem()
-            # `torch.autograd.grad` accumulates no gradient, so then only the earlier one is restored.
+            # `torch.autograd.grad` stores no gradient in `grad`. Then restore the earlier gradient, and otherwise add
+            # to it.
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     @skip_function_modes
     def __del__(self) -> None:
-        for parameter in self._waiting.values():  # the pass failed, so start no collective
+        for parameter in self._waiting.values():  # the backward pass failed, so start no collective
             parameter.grad = None
         for parameter, earlier in self._earlier.values():
             parameter.grad = earlier
@@ -176,7 +177,7 @@ def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements[dim].is_partial():
-            # Uneven shards of simulated ranks cannot be concatenated, because their split sizes differ.
+            # Do not concatenate uneven shards of simulated ranks, because their split sizes differ between ranks.
             is_alone = simulation.is_simulated() and not has_even_shards(get_spec(gradient))
             key = gradient.placements[dim], gradient.dtype, id(parameter) if is_alone else 0
             alike.setdefault(key, []).append(parameter)
@@ -203,7 +204,7 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
 def _reduce_concatenated_gradients(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
     """Reduce the gradients of parameters over a mesh dim by one all-reduce of their concatenated elements."""
     pieces = [get_local(parameter.grad) for parameter in parameters]
-    # One large collective is faster than many small ones.
+    # Concatenate the gradients, because one large collective is faster than many small ones.
     joined = torch.cat([each.reshape(-1) for each in pieces])
     joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)
     parts = [joined] if len(pieces) == 1 else torch.split(joined, [each.numel() for each in pieces])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from layoutmap.testing.models.builder import ModelBuilder
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.functions import FUNCTIONS, Contents, LayerCode, LayerKinds
-from layoutmap.testing.models.jax.model import Container, Line
+from layoutmap.testing.models.jax.model import Container, ForwardLine
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, ModelValue
 
@@ -40,15 +40,15 @@ class LibrarySyntax:
     """
 
     layers: LayerKinds
-    containers: Mapping[str, int]  # kinds, with how often each is drawn
+    containers: Mapping[str, int]  # how often each kind of container is drawn
     weight: tuple[str, str]  # expressions of a weight from `scale` and `shape`, and of its value `{}`
-    frozen: tuple[str, str]  # the same two expressions of a weight that is not trained
-    constants: Mapping[str, int]  # expressions of a constant, with how often each is drawn
-    linear: tuple[Contents, str]  # contents of a linear layer from `features` to `width`, and its call
-    embeddings: Sequence[tuple[Contents, str, str]]  # contents, calls, and logits; empty: no logits
-    stacked: str  # stack of a `number` of modules, each `made` by an expression
-    wrappers: Mapping[str, str]  # expression around a `call`, by wrapper
-    unsupported: Mapping[str, Collection[str]]  # layers that a wrapper does not support
+    frozen: tuple[str, str]  # the same two expressions for a weight that is not trained
+    constants: Mapping[str, int]  # how often each expression of a constant is drawn
+    linear: tuple[Contents, str]  # contents of a linear layer from `features` to `width`, and the call of it
+    embeddings: Sequence[tuple[Contents, str, str]]  # for each kind: contents, call, logits (empty: none)
+    stacked: str  # expression of a stack of `number` modules, each of which the expression `made` creates
+    wrappers: Mapping[str, str]  # by wrapper, the expression that wraps a `call`
+    unsupported: Mapping[str, Collection[str]]  # by wrapper, the layers that it does not support
 
 
 class JaxBuilder(ModelBuilder):
@@ -57,9 +57,9 @@ class JaxBuilder(ModelBuilder):
     def __init__(self, choices: Choices, library: LibrarySyntax):
         self._library, self._kinds = library, {**library.layers, **FUNCTIONS}
         super().__init__(choices, choices.sample(self._kinds, 3))
-        self.parts: list[Line] = []
+        self.lines: list[ForwardLine] = []
         self._contents: dict[str, str | Container] = {}
-        # (expression of logits, number of tokens, width) of the first embedding that supports logits
+        # Expression of the logits, number of tokens, and width of the first embedding that can compute logits.
         self._embedding: tuple[str, int, int] | None = None
         self._num_keys = 0
         self.build_model(max_parts=5)
@@ -145,7 +145,7 @@ class JaxBuilder(ModelBuilder):
             items[key] = self._fill_with_key(
                 weight, scale=scale, shape=(num_stacked, *item) if num_stacked else item
             )
-            is_frozen = False  # freeze at most the first weight of a layer
+            is_frozen = False  # only the first weight of a layer may be frozen
         owners = dict.fromkeys(items, accesses["h"])
         self._contents[name], *others = items.values()
         if others or self.choices.is_one_in(2):
@@ -165,7 +165,7 @@ class JaxBuilder(ModelBuilder):
     def _append_line(self, call: str, shape: Shape, kinds: tuple[str, ...] = (), module: str = "") -> str:
         """Add a line of the forward pass, and return the variable of its result."""
         value = self.create_variable_name(shape)
-        self.parts.append(Line(tuple(filter(None, kinds)), call, value, shape, module))
+        self.lines.append(ForwardLine(tuple(filter(None, kinds)), call, value, shape, module))
         return value
 
     # -- inputs, outputs, and parts of several layers
@@ -231,7 +231,7 @@ class JaxBuilder(ModelBuilder):
         """Add a linear layer that is called twice."""
         shape = self.shapes[value]
         first = self.add_linear(value, shape[-1])
-        second = re.sub(rf"\b{value}\b", f"jnp.tanh({first})", self.parts[-1].call)
+        second = re.sub(rf"\b{value}\b", f"jnp.tanh({first})", self.lines[-1].call)
         return self._append_line(second, shape)
 
     def join_input(self, value: str, other: str) -> str:

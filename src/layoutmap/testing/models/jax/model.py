@@ -13,7 +13,7 @@ from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import ModelValue, write_batch, write_losses, write_one_or_list
 
 INDENT = "    "
-CONTAINERS = {  # kind: (opening, prefix of an item, closing, access of an item)
+CONTAINERS = {  # by kind: (opening, prefix of an item, closing, access to an item)
     "dict": ("{{", "{key!r}: ", "}}", "[{key!r}]"),
     "list": ("[", "", "]", "[{number}]"),
     "tuple": ("(", "", ",)", "[{number}]"),
@@ -50,9 +50,9 @@ def train_with(model, forward=called, train_with=train_with, **options):
 class Container:
     """A container of arrays, modules, and other containers."""
 
-    kind: str  # key of `CONTAINERS`
-    name: str  # of its class, for a namedtuple or dataclass
-    items: tuple[tuple[str, str | Container], ...]  # expressions or containers
+    kind: str  # key of the container's kind in `CONTAINERS`
+    name: str  # name of the class of a namedtuple or dataclass
+    items: tuple[tuple[str, str | Container], ...]  # pairs of a key and an expression or a container
 
     def write_source(self, *, is_long: bool = False) -> str:
         """Return the expression that creates the container."""
@@ -61,7 +61,7 @@ class Container:
             prefix.format(key=key) + (item.write_source() if isinstance(item, Container) else item)
             for key, item in self.items
         ]
-        if self.kind == "nnx.data":  # the outer call marks nested attributes as data, too
+        if self.kind == "nnx.data":  # an outer `nnx.data` also marks nested attributes
             items = [item.removeprefix("nnx.data") for item in items]
         inner = "".join(f"\n{INDENT}{item}," for item in items) + "\n" if is_long else ", ".join(items)
         return opening.format(name=self.name) + inner + (closing.lstrip(",") if is_long else closing).format()
@@ -85,17 +85,17 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Line:
+class ForwardLine:
     """Line of the forward pass: it calls a layer and assigns the result to a variable."""
 
-    kinds: tuple[str, ...]  # of the layer and its wrapper
+    kinds: tuple[str, ...]  # kinds of the layer and its wrapper
     call: str  # expression of the result; `{l3}` stands for the contents of the layer `l3`
-    value: str  # variable of the result
-    shape: Shape  # without rows
-    module: str = ""  # name of the layer if it is a module with this output
+    value: str  # name of the variable with the result
+    shape: Shape  # shape of the result without the batch axis
+    module: str = ""  # name of the layer if it is a module whose output this is; empty: it is not
 
 
-# Pytrees and modules of flax.nnx share this class, because only the syntax of contents differs (decisions/0140).
+# Pytrees and modules of flax.nnx share this class, because only their syntax of contents differs (decisions/0140).
 @dataclass(frozen=True)
 class Model:
     """A JAX model."""
@@ -116,21 +116,22 @@ class Model:
     }
 
     precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
-    # JAX enables float64 only for the whole process, which would change other models, so it is not supported.
+    # JAX can enable float64 only for the whole process, where it would change other models, so float64 is not
+    # supported.
     float64_lines: ClassVar[str] = ""
     auto_axes_lines: ClassVar[str] = ""
     """Last lines of a program that compute the model with auto axes, where JAX would ask for `out_sharding`."""
 
     inputs: tuple[ModelValue, ...]
-    parts: tuple[Line, ...]  # lines of the forward pass
-    contents: Container  # weights and modules
+    lines: tuple[ForwardLine, ...]
+    contents: Container  # weights and modules of the model
     outputs: tuple[ModelValue, ...]
-    keyword_inputs: bool = False  # whether inputs are keyword arguments
+    keyword_inputs: bool = False  # whether inputs are passed as keyword arguments
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of all its layers, in order."""
-        return tuple(kind for part in self.parts for kind in part.kinds)
+        return tuple(kind for line in self.lines for kind in line.kinds)
 
     @property
     def content_paths(self) -> Mapping[str, str]:
@@ -149,8 +150,8 @@ class Model:
         """Return the lines of the forward pass, which read layers from the variable `owner`."""
         accesses = self.contents.write_access_expressions(owner)
         lines = [
-            f"{part.value} = " + re.sub(r"{(l\d+)}", lambda match: accesses[match[1]], part.call)
-            for part in self.parts
+            f"{line.value} = " + re.sub(r"{(l\d+)}", lambda match: accesses[match[1]], line.call)
+            for line in self.lines
         ]
         return [*lines, f"return {write_one_or_list([value.name for value in self.outputs])}"]
 

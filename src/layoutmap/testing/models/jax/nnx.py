@@ -98,8 +98,8 @@ from layoutmap.adapters.jax import train_with
     @property
     def layer_outputs(self) -> Mapping[str, Shape]:
         """Output shapes of modules that are called once, by path."""
-        num_uses = Counter(name for part in self.parts for name in re.findall(r"{(l\d+)}", part.call))
-        modules = {part.module: part.shape for part in self.parts if part.module}
+        num_uses = Counter(name for line in self.lines for name in re.findall(r"{(l\d+)}", line.call))
+        modules = {line.module: line.shape for line in self.lines if line.module}
         return {self.content_paths[name]: shape for name, shape in modules.items() if num_uses[name] == 1}
 
     def write_source(self, optimizer: str) -> str:
@@ -126,8 +126,8 @@ def draw_model(choices: Choices) -> Module:
     builder = JaxBuilder(choices, _LIBRARY)
     contents = builder.draw_containers("attributes")
     rngs = choices.pick("nnx.Rngs(0)", "nnx.Rngs(0, dropout=1)", "nnx.Rngs(params=2, dropout=3)")
-    inputs, parts, outputs = tuple(builder.inputs), tuple(builder.parts), tuple(builder.outputs)
-    return Module(inputs, parts, contents, outputs, choices.is_one_in(8), rngs)
+    inputs, lines, outputs = tuple(builder.inputs), tuple(builder.lines), tuple(builder.outputs)
+    return Module(inputs, lines, contents, outputs, choices.is_one_in(8), rngs)
 
 
 def _draw_linear(choices: Choices, shape: Shape) -> LayerCode:
@@ -176,7 +176,7 @@ def _draw_norm(choices: Choices, shape: Shape) -> LayerCode:
         f"GroupNorm({width}, {choices.pick(*find_divisors(width))}",
     )
     norm = choices.pick(*norms, *[f"InstanceNorm({width}"] * (len(shape) > 1))
-    # The variance of two features can be tiny, and the usual epsilon would then magnify rounding errors by 1000.
+    # The variance of two features can be so small that the default epsilon would magnify rounding errors by 1000.
     return "{h}({x})", f"nnx.{norm}, epsilon=1e-3, rngs=rngs)", shape
 
 

@@ -72,8 +72,8 @@ def draw_model(choices: Choices) -> Pytree:
     """Draw a pytree with a forward function."""
     builder = JaxBuilder(choices, _LIBRARY)
     contents = builder.draw_containers(choices.pick_weighted(_LIBRARY.containers))
-    inputs, parts, outputs = tuple(builder.inputs), tuple(builder.parts), tuple(builder.outputs)
-    return Pytree(inputs, parts, contents, outputs, choices.is_one_in(8))
+    inputs, lines, outputs = tuple(builder.inputs), tuple(builder.lines), tuple(builder.outputs)
+    return Pytree(inputs, lines, contents, outputs, choices.is_one_in(8))
 
 
 # -- modules of Equinox, which take one element of a batch
@@ -107,7 +107,7 @@ def _draw_eqx_norm(choices: Choices, shape: Shape) -> LayerCode:
 
 
 def _draw_eqx_convolution(choices: Choices, shape: Shape) -> LayerCode:
-    width, *space = shape  # Equinox expects features first
+    width, *space = shape  # Equinox expects the features on the first axis
     options, (*spatial, filters) = draw_conv_options(choices, tuple(space), width)
     module = "{filters}, {sizes}, {strides}, {padding!r}, {dilation}, {groups}, key=key".format(**options)
     return _make_equinox_code(
@@ -205,5 +205,5 @@ _LIBRARY = LibrarySyntax(
     },
     unsupported=dict.fromkeys(
         WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")
-    ),  # they contain functions, which JAX cannot map over
+    ),  # these layers contain functions, and JAX cannot map over functions
 )

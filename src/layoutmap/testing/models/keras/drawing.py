@@ -44,7 +44,7 @@ class _KerasBuilder(ModelBuilder):
         super().__init__(choices, favorites, is_chain=is_chain)
         self.layers: dict[str, DrawnLayer] = {}
         self.calls: list[DrawnCall] = []
-        # (name, number of tokens, width) of an embedding that can also compute logits
+        # Name, number of tokens, and width of an embedding that can also compute logits.
         self._reversible: tuple[str, int, int] | None = None
 
     def add_input(self) -> str:
@@ -120,7 +120,7 @@ class _KerasBuilder(ModelBuilder):
         name = f"l{len(self.layers)}"
         self.layers[name] = DrawnLayer(
             "Dense", (("units", width),), name
-        )  # not frozen, so that the model has a gradient
+        )  # never frozen, so that the model has a gradient
         value, loss = self._add_call(name, shape, value), choices.pick_weighted(_LOSSES)
         has_classes = loss == "classes"
         self.outputs.append(

@@ -107,7 +107,7 @@ def _draw_transposed_options(choices: Choices, shape: Shape) -> tuple[Options, S
 
 def _draw_pooling_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     options, spatial = _draw_window_options(choices, shape[:-1], allow_dilation=False)
-    # In 3D, Keras on PyTorch cannot average over a window that is larger than the input.
+    # In 3D, Keras on PyTorch cannot average over a window larger than the input, so limit the window's size.
     size = tuple(map(min, options.pop("kernel_size"), shape))
     return {"pool_size": size, **options}, (*spatial, shape[-1])
 
@@ -153,10 +153,11 @@ def _draw_reshape_options(choices: Choices, shape: Shape) -> tuple[Options, Shap
 
 
 _ANY, _SPATIAL = range(1, 5), range(2, 5)
-ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")  # layers that take a query and a value
+ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")  # layers that are called with a query and a value
 RECURRENT = ("LSTM", "GRU", "SimpleRNN", "Bidirectional")
 KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
-    # kind: (accepted ranks, frequency, function that draws options). A `*` stands for the number of spatial axes.
+    # By kind: (accepted ranks, frequency, function that draws options). `*` in a kind stands for the number of spatial
+    # axes.
     "Dense": (_ANY, 10, _draw_dense_options),
     "EinsumDense": (range(1, 4), 5, _draw_einsum_dense_options),
     "Scale": (_ANY, 2, lambda choices, shape: ({}, shape)),

@@ -44,7 +44,7 @@ def make_model(make=make_model):
     {first_call}model.quantize({mode!r})
     return model
 """
-_MERGE_LAYERS = ("Add", "Multiply", "Concatenate")  # layers that take their inputs as one list
+_MERGE_LAYERS = ("Add", "Multiply", "Concatenate")  # layers that get their inputs in one list
 _INDENT = "    "
 
 
@@ -52,9 +52,9 @@ _INDENT = "    "
 class DrawnLayer:
     """Describe a layer by its constructor's arguments, and write the expression that creates it."""
 
-    kind: str  # class in `keras.layers`, key of `CUSTOM`, or "Sequential"
-    options: tuple[tuple[str, Any], ...] = ()  # arguments of the constructor
-    name: str = ""  # empty for nested layers
+    kind: str  # name of a class in `keras.layers`, key of `CUSTOM`, or "Sequential"
+    options: tuple[tuple[str, Any], ...] = ()  # names and values of the constructor's arguments
+    name: str = ""  # name of the layer; empty for nested layers
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -73,16 +73,16 @@ class DrawnLayer:
         module = {"Sequential": "keras."}.get(self.kind, "" if self.kind in CUSTOM else "L.")
         return f"{module}{self.kind}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
-    __repr__ = write_source  # so that the options of a layer can contain nested layers
+    __repr__ = write_source  # options of a layer may contain nested layers, whose source is needed
 
 
 @dataclass(frozen=True)
 class DrawnCall:
     """Describe a call of a layer in the program of a model."""
 
-    value: str  # variable of the result
-    layer: str  # the layer's name
-    inputs: tuple[str, ...]  # variables of the arguments
+    value: str  # name of the variable with the result
+    layer: str  # name of the called layer
+    inputs: tuple[str, ...]  # names of the variables that are the arguments
     shape: Shape
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -113,13 +113,13 @@ L = keras.layers
         "keras.optimizers.Lion(0.001)": 1,
     }
 
-    style: str  # "functional", "sequential", "subclassed", or "listed": subclassed with a list of layers
+    style: str  # "functional", "sequential", "subclassed", or "listed", which is subclassed with a list of layers
     inputs: tuple[ModelValue, ...]
-    layers: tuple[DrawnLayer, ...]  # in the order of their first call
+    layers: tuple[DrawnLayer, ...]  # layers in the order of their first call
     calls: tuple[DrawnCall, ...]
     outputs: tuple[ModelValue, ...]
     named: bool = True  # whether the program names its layers
-    lora: str = ""  # layer that gets LoRA factors after the build
+    lora: str = ""  # name of the layer that gets LoRA factors after the build
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -129,7 +129,8 @@ L = keras.layers
     @property
     def precisions(self) -> Mapping[str, str]:
         """Lines that set a dtype policy or quantize the model."""
-        # Backends cannot create the orthogonal initial values of recurrent kernels in bfloat16.
+        # Recurrent layers have orthogonal initial values, which backends cannot create in bfloat16, so draw only mixed
+        # precision.
         has_recurrent = re.search("RNN|LSTM|GRU", str(self.kinds))
         policies = ["mixed_bfloat16"] if has_recurrent else ["bfloat16", "mixed_bfloat16"]
         lines = {policy: _SET_POLICY.format(policy=policy) for policy in policies}
@@ -217,7 +218,7 @@ L = keras.layers
         num_calls, written = Counter(call.layer for call in self.calls), set[str]()
         for call in self.calls:
             layer = self._write_layer(self._layers_by_name[call.layer])
-            if num_calls[call.layer] > 1:  # assign a shared layer to a variable before its first call
+            if num_calls[call.layer] > 1:  # a layer that is called several times needs a variable
                 lines += [] if call.layer in written else [f"{call.layer} = {layer}"]
                 written.add(call.layer)
                 layer = call.layer

@@ -17,7 +17,7 @@ from layoutmap.testing.models.values import WIDTHS, ModelValue
 
 _INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
 _STYLES = {"attributes": 5, "list": 1, "dict": 1}
-_LOSSES = {  # expressions of the loss of an output `o` and targets `t`, with how often each is drawn
+_LOSSES = {  # how often each expression of the loss of an output `o` and targets `t` is drawn
     "F.mse_loss(o, t)": 2,
     "F.cross_entropy(o, t.softmax(-1))": 2,
     "classes": 4,
@@ -36,7 +36,7 @@ _CLASS_LOSSES = {
     "F.nll_loss(F.log_softmax(o, -1), t)": 1,
     "F.cross_entropy(o, t, reduction='none').mean()": 1,
 }
-_WRAPPERS = {  # variations of a module `{m}`, with the line of `__init__` that some of them add
+_WRAPPERS = {  # variations of a module `{m}`: for each, the line that it adds to `__init__`, or an empty text
     "frozen": "{m}.requires_grad_(False)",
     "hook": "{m}.register_forward_hook(lambda module, inputs, output: 1.5 * output)",
     "pre_hook": "{m}.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))",
@@ -48,7 +48,7 @@ _WRAPPERS = {  # variations of a module `{m}`, with the line of `__init__` that 
     "spectral_norm": "",
     "checkpoint": "",
 }
-HOOKS = (  # hooks on the gradient of a `weight`
+HOOKS = (  # lines that register hooks on the gradient of a `weight`
     "weight.register_hook(lambda gradient: gradient / (1 + gradient.norm()))",
     "weight.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))",
     "weight.register_hook(torch.tanh)",
@@ -70,8 +70,8 @@ def draw_model(choices: Choices) -> Model:
     net = Class("Net", choices.pick_weighted(_STYLES), inputs, tuple(builder.parts), outputs)
     classes, returns_loss = (*builder.blocks, net), choices.is_one_in(2)
     model = Model(is_sequential, tuple(builder.inputs), classes, tuple(builder.outputs), returns_loss)
-    # Hooks have their own choices, seeded by the model, so that no seed's model changed when hooks were added. The seed
-    # must not change, so the text has the names of that time: `made` for `module`, and `Value` (decisions/0200).
+    # Hooks have their own choices, seeded by the model's text, so that adding hooks changed the model of no seed. The
+    # seeds must not change, so the text has the names of that time: `made` for `module`, and `Value` (decisions/0200).
     text = repr(model).replace(" module=", " made=").replace("ModelValue(", "Value(")
     own_choices = Choices.from_seed(zlib.crc32(text.encode()))
     if not own_choices.is_one_in(3):
@@ -93,7 +93,7 @@ class _TorchBuilder(ModelBuilder):
         self.is_block = is_block
         self.parts: list[Part] = []
         self.blocks: list[Class] = []
-        # (name, number of tokens, width) of an embedding that can share its weight with an output
+        # Name, number of tokens, and width of an embedding that can share its weight with an output.
         self._embedding: tuple[str, int, int] | None = None
 
     def _append_part(self, kinds: str, drawn_layer: DrawnLayer, value: str, *setup: str) -> str:
@@ -120,7 +120,7 @@ class _TorchBuilder(ModelBuilder):
             return self._append_part(kind, drawn_layer, value)
         has_weight, is_called = module.startswith(("nn.Linear(", "nn.Conv")), use == CALL
         usable = {
-            # An output may share the weight of an embedding and must be trained, so embeddings are not frozen.
+            # An output may share the weight of an embedding, and must be trained, so do not freeze embeddings.
             "frozen": not module.startswith(("nn.Buffer(", "nn.Embedding(")),
             "hook": is_called,
             "pre_hook": is_called and "Embedding" not in module,

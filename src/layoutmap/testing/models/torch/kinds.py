@@ -54,12 +54,12 @@ def _write_matrix(choices: Choices, shape: Shape) -> str:
 
 _PLACEHOLDERS: dict[str, Callable[[Choices, Shape], Any]] = {
     "s": lambda choices, s: s,
-    "f": lambda choices, s: s[0],  # the first axis
-    "w": lambda choices, s: s[-1],  # the width
+    "f": lambda choices, s: s[0],  # size of the first axis
+    "w": lambda choices, s: s[-1],  # size of the last axis, the width
     "h": lambda choices, s: s[-1] // 2,
     "r": lambda choices, s: s[-1] - s[-1] // 2,
     "d": lambda choices, s: math.gcd(4, s[-1]),
-    "n": lambda choices, s: max(1, len(s) - 1),  # the number of spatial axes
+    "n": lambda choices, s: max(1, len(s) - 1),  # number of spatial axes
     "p": lambda choices, s: ", ".join(map(str, s[:-1])),
     "rest": lambda choices, s: ", ".join(map(str, s[1:])),
     "all": lambda choices, s: ", ".join("-1" for _ in s),
@@ -78,7 +78,7 @@ _PLACEHOLDERS: dict[str, Callable[[Choices, Shape], Any]] = {
 }
 
 
-# Rules of output shapes. `drawn` has the values that were drawn for the names in a line.
+# Rules of output shapes. `drawn` has the values that were drawn for names in a line.
 
 
 def _keep_shape(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
@@ -105,7 +105,7 @@ def _make_first_axis_rule(resize: Callable[[int], int]) -> ShapeRule:
 
 
 _ANY, _SPATIAL, _SEQUENCE = range(1, 5), range(2, 5), (2,)
-# Layers are lines of source, not classes, so that they are short, and a failing case prints them (decisions/0140).
+# Layers are lines of source, not classes, so they are short, and a failing case prints them (decisions/0140).
 KINDS: dict[str, LayerKind] = {
     "Linear": (_ANY, 12, {_replace_width: "nn.Linear({w}, {z}{bias})"}),
     "Bilinear": ((1, 2), 3, {_replace_width: "nn.Bilinear({w}, {w}, {z}) -> {m}({x}, {x}.sigmoid())"}),
@@ -204,7 +204,7 @@ KINDS: dict[str, LayerKind] = {
         lambda s, d: (math.prod(s),): "nn.Flatten()",
         lambda s, d: (s[0], math.prod(s[1:])): "nn.Flatten(2)"}),
     "Unflatten": (range(1, 4), 4, {lambda s, d: (*s[:-1], s[-1] // d["d"], d["d"]): "nn.Unflatten(-1, (-1, {d}))"}),
-    # Parameters and buffers.
+    # Layers with parameters or buffers of the model.
     "product": (_ANY, 6, {_replace_width: """
         {matrix} -> {x} @ {m}
         {matrix} -> torch.matmul({x}, {m})
@@ -244,7 +244,7 @@ KINDS: dict[str, LayerKind] = {
     "conv1d": (_SEQUENCE, 8, {lambda s, d: (d["z"], s[1]): """
         nn.Parameter(torch.randn({z}, {f}, 3) * 0.2) -> F.conv1d({x}, {m}, padding=1)
         nn.Parameter(torch.randn({z}, {f}, 3) * 0.2) -> F.conv1d(F.pad({x}, (2, 0)), {m})"""}),
-    # Axes.
+    # Layers that change axes.
     "slice": (_ANY, 4, {
         _make_first_axis_rule(lambda n: -(-n // 2)): "{x}[:, ::2]",
         _make_first_axis_rule(lambda n: n - 1): """
@@ -324,7 +324,7 @@ KINDS: dict[str, LayerKind] = {
         {x} * {x}.softmax(0)
         {x} / (1 + {x}.abs().amax())
         {x} + {x}[:1]"""}),
-    # Elements.
+    # Layers that change elements.
     "where": (_ANY, 3, {_keep_shape: """
         torch.where({x} > 0, {x}, 0.1 * {x})
         {x}.masked_fill(torch.arange({w}, device={x}.device) % 3 == 0, 0.0)
@@ -376,7 +376,7 @@ def draw_layer_of_kind(choices: Choices, kind: str, shape: Shape) -> DrawnLayer 
             drawn[name] = _PLACEHOLDERS[name](choices, shape)
         return str(drawn.get(name, match[0]))
 
-    for _ in range(2):  # drawn values may contain names, so replace names twice
+    for _ in range(2):  # a drawn value may contain names, so replace twice
         line = re.sub(r"\{(\w+)\}", draw_placeholder, line)
     module, arrow, use = line.partition(" -> ")
     if not arrow:

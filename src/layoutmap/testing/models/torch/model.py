@@ -67,12 +67,12 @@ class Part:
     """
 
     name: str
-    kinds: tuple[str, ...]  # of the layer and its wrappers
-    module: str  # expression of a module, parameter, or buffer; empty: none
+    kinds: tuple[str, ...]  # kinds of the layer and its wrappers
+    module: str  # expression that creates a module, parameter, or buffer; empty: none
     setup: tuple[str, ...]  # further lines of `__init__`
-    lines: tuple[str, ...]  # of `forward`
-    value: str  # variable of the result
-    shape: Shape  # of the result, without rows
+    lines: tuple[str, ...]  # lines of `forward`
+    value: str  # name of the variable with the result
+    shape: Shape  # shape of the result without the batch axis
 
     @property
     def has_module(self) -> bool:
@@ -91,10 +91,10 @@ class Class:
     """A subclass of `nn.Module`."""
 
     name: str
-    style: str  # "attributes", or "list" or "dict" of modules and of parameters
-    inputs: tuple[str, ...]  # arguments of `forward`
+    style: str  # how it stores modules and parameters: as "attributes", or in a "list" or "dict" of each
+    inputs: tuple[str, ...]  # names of the arguments of `forward`
     parts: tuple[Part, ...]
-    outputs: tuple[str, ...]  # variables that `forward` returns
+    outputs: tuple[str, ...]  # names of the variables that `forward` returns
 
     @cached_property
     def attributes(self) -> Mapping[str, str]:
@@ -209,15 +209,15 @@ from layoutmap.adapters.torch import train_with
     float64_lines: ClassVar[str] = _IN_FLOAT64
     plan_inputs: ClassVar[str] = ""
 
-    is_sequential: bool  # whether it is an `nn.Sequential` of its parts, without a class
+    is_sequential: bool  # whether the model is an `nn.Sequential` of its parts, without a class of its own
     inputs: tuple[ModelValue, ...]
-    classes: tuple[Class, ...]  # each after those that it uses; the last one is the model
+    classes: tuple[Class, ...]  # classes, each after the classes that it uses; the last one is the model
     outputs: tuple[ModelValue, ...]
-    # whether a wrapper takes targets and returns loss and outputs, as Hugging Face models do
+    # whether a wrapper of the model takes targets and returns loss and outputs, as Hugging Face models do
     returns_loss: bool = False
     hooks: tuple[str, ...] = ()  # lines of `make_model` that register hooks on the gradient of a `weight`
-    hooked: tuple[int, int] = (0, 1)  # index of the first weight with hooks, and the distance to the next one
-    num_passes: int = 1  # backward passes that accumulate gradients before a step
+    hooked: tuple[int, int] = (0, 1)  # index of the first hooked weight, and the distance to the next
+    num_passes: int = 1  # number of backward passes that accumulate gradients before a step
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
