@@ -122,7 +122,8 @@ ERRORS = {
           layout  (batch, model)
           mesh    batch=2, model=4
           why     a layout has one sharding spec for each axis
-          fix     use (batch, model, unsharded), or change the rule so that it does not match this tensor
+          fix     use (batch, model, unsharded), or change the rule so that it does not match this tensor: \
+a pattern also matches the layers below, unless it ends in $
         """,
     ),
     "uneven": (

@@ -1,6 +1,7 @@
 """The command line says what the library says, and its exit codes are ones that a CI can use."""
 
 import json
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -239,8 +240,9 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
     assert 0 == code
     assert (
         "Lint: 1 finding; batches are assumed to be sharded over batch; "
-        "to see them: layoutmap lint cli_models:make ...\n" in out
+        "to see them: layoutmap lint cli_models:make --rules odd.yaml\n" in out
     )
+    assert 2 == out.count("Verdict: no problems, 1 finding of lint; ")
     assert (1, f"{told}\n", "") == run(capsys, "lint", "odd.json")
     assert (1, f"{told}\n") == run(capsys, "lint", "cli_models:make", "--rules", "odd.yaml")[:2]
     assert (0, "Lint: nothing found; batches are assumed to be sharded over batch\n") == run(
@@ -249,6 +251,20 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
     code, out, err = run(capsys, "lint", "odd.json", "--batch-dim", "data")
     assert (2, "") == (code, out)
     assert "lint: batch_dim 'data' is not a dim of the mesh" in err
+
+
+def test_the_command_that_plan_names_shows_what_lint_found(folder, capsys):
+    """It has the options of the plan: without `--on` it would not show what the cost of the step shows."""
+    (folder / "rows.yaml").write_text(RULES.replace("[null, model]", "[model, null]"))
+    options = ["--rules", "rows.yaml", "--inputs", "float32[8,8]", "--on", "h100:8", "--batch-dim", "batch"]
+    _, out, _ = run(capsys, "plan", "cli_models:make", *options, "--no-verify")
+    line = next(line for line in out.splitlines() if line.startswith("Lint: "))
+    program, *command = shlex.split(line.partition("to see them: ")[2])
+    code, shown, _ = run(capsys, *command)
+
+    assert ("layoutmap", 1) == (program, code)
+    assert {*options, "--no-verify"} <= {*command}
+    assert line.startswith(shown.splitlines()[-1])
 
 
 def test_the_file_of_a_plan_takes_no_options_of_models(folder, capsys):

@@ -493,5 +493,7 @@ def test_a_finding_of_a_step_says_what_it_costs():
         "  layout     (data, model)     rule 1  .*up\\.kernel\n"
         "  in a step  448.0 MiB of 448.0 MiB sent (100 %), 1.04 ms\n"
         f"  why        {why}\n"
-        f"  fix        {fix}layout_map.activations[r\"...\"] = ('data', ..., 'model')"
+        f"  fix        {fix}a rule of layout_map.activations for the output of blocks.0.up (of a pytree: "
+        "jax.lax.with_sharding_constraint where it is computed) that shards its first axis over data and its last "
+        "axis over model"
     ) == str(finding)

@@ -59,7 +59,7 @@ KINDS = {
         r"""
         rule 2  d1\.kernl: matches no variable
           near misses  d1.kernel
-          why          rules match from the start of a path, and none of the model's 1 path starts like this
+          why          rules match from the start of a path, and none of the model's 1 path matches this pattern
           fix          did you mean r"d1\.kernel$"? else delete it
         """,
     ),
@@ -70,7 +70,7 @@ KINDS = {
         r"""
         rule 1  blocks\.\d+\.upp: matches no variable
           near misses  blocks.0.up
-          why          rules match from the start of a path, and none of the model's 2 paths starts like this
+          why          rules match from the start of a path, and none of the model's 2 paths matches this pattern
           fix          did you mean r"blocks\.\d+\.up$"? else delete it
         """,
     ),
@@ -81,7 +81,7 @@ KINDS = {
         r"""
         rule 1  blocks\.0\.upp: matches no variable
           near misses  blocks.0.up
-          why          rules match from the start of a path, and none of the model's 2 paths starts like this
+          why          rules match from the start of a path, and none of the model's 2 paths matches this pattern
           fix          did you mean r"blocks\.0\.up$"? else delete it
         """,
     ),

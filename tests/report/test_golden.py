@@ -123,7 +123,7 @@ warning: rule 7  blocks\.0\.up\.kernel$: never used, since earlier rules match a
   fix         put it before rule 3, or delete it
 
 warning: rule 10  norms: matches no variable
-  why   rules match from the start of a path, and none of the model's 14 paths starts like this
+  why   rules match from the start of a path, and none of the model's 14 paths matches this pattern
   fix   fix it, or delete it
 
 warning: activation rule 2  blocks.*: never used, since earlier rules match all its layers
@@ -133,7 +133,7 @@ warning: activation rule 2  blocks.*: never used, since earlier rules match all 
 
 warning: activation rule 3  blokcs: matches no layer
   near misses  blocks.0
-  why          rules match from the start of a path, and none of the model's 3 paths starts like this
+  why          rules match from the start of a path, and none of the model's 3 paths matches this pattern
   fix          did you mean r"blocks\.\d+$"? else delete it
 
 warning: no rule matches these 2, so they are replicated; add rules, or set layout_map.rest = "replicated"

@@ -97,7 +97,7 @@ class ScopeContext(Protocol):
         global_init: Mapping[tuple[str, str], str],
         unsupported: Sequence[UnsupportedFeature],
         is_complete: bool,
-        layers: Sequence[str] | None = None,
+        layers: Sequence[str] | Mapping[str, int | None] | None = None,
         free_activations: bool = False,
     ) -> Sequence[Assignment]:
         """Return a layout for each variable, in order, or raise one error with all problems of the plan.
@@ -107,7 +107,8 @@ class ScopeContext(Protocol):
             global_init: For each variable whose global value must be computed on one device, the reason, by its key.
             unsupported: Features of the model that the library's backend does not support.
             is_complete: Whether no variables will be added later.
-            layers: The paths of all layers, so that a rule for activations that matches none of them is reported.
+            layers: The paths of all layers, so that a rule for activations that matches none of them is reported. A
+                mapping also has the rank of each layer's output, or None. `None`: activations have no paths.
             free_activations: Whether a compiler chooses the layouts of activations without a rule.
         """
         ...

@@ -44,7 +44,13 @@ from layoutmap.cli.output import (
     print_text,
     write_texts,
 )
-from layoutmap.cli.plans import add_model_options, check_and_count_rules, load_or_make_plans, read_step_file
+from layoutmap.cli.plans import (
+    add_model_options,
+    check_and_count_rules,
+    format_lint_command,
+    load_or_make_plans,
+    read_step_file,
+)
 from layoutmap.cli.search import add_search_options, run_search_command
 from layoutmap.cli.selftest import add_selftest_options, run_selftest_command
 from layoutmap.cli.sizes import parse_size
@@ -54,6 +60,7 @@ from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError, format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.engines import ENGINES
+from layoutmap.plan.problems import merge_problems
 from layoutmap.rules.yaml_file import read_schema
 from layoutmap.scope.plan import Plan
 
@@ -289,9 +296,8 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 def _run_plan_command(options: Any) -> int:
     files = get_file_paths({"--json": options.json, "--html": options.html})
     excluded_option = "" if find_published_model(options.model) else "--dtype"
-    return _print_plan(
-        load_or_make_plans([options.model], options)[0], files, options, options.model, excluded_option
-    )
+    plan = load_or_make_plans([options.model], options)[0]
+    return _print_plan(plan, files, options, format_lint_command(options.model, options), excluded_option)
 
 
 def _run_inspect_command(options: Any) -> int:
@@ -300,7 +306,7 @@ def _run_inspect_command(options: Any) -> int:
     return (
         print_process_difference(plan)
         if get_process_index()
-        else _print_plan(plan, files, options, options.json or "FILE.json")
+        else _print_plan(plan, files, options, _format_lint_of_file(options))
     )
 
 
@@ -309,7 +315,7 @@ def _print_plan(
 ) -> int:
     """Print a plan with its verdict, write its files, and return the exit code.
 
-    `lint` is the argument of `layoutmap lint` for this plan, and `excluded_option` an option that advice must not name.
+    `lint` is the command that shows the findings of lint, and `excluded_option` an option that advice must not name.
     """
     plan = plan.set_limits(device_memory=options.device_memory, strict=options.strict or plan.strict)
     memory, verdict = plan.memory, plan.verdict
@@ -318,17 +324,30 @@ def _print_plan(
     texts = {"--json": plan.to_json, "--html": lambda: plan.to_html(options.batch_dim, explained=explained)}
     out = write_texts({path: texts[option]() for option, path in files.items()})
     width = get_width(out, options.wide)
-    rest = f"{plan.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
-    print_text(
-        verdict.format_text(as_command=True, refused=excluded_option) + translate_to_yaml(rest), out, width
+    count = format_count(len(merge_problems(findings.problems)), "finding")
+    headline = verdict.headline.replace(
+        "no problems", f"no problems, {count} of lint" if findings else "no problems"
     )
+    rest = f"{plan.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
+    first = verdict.format_text(as_command=True, refused=excluded_option).replace(
+        verdict.headline, headline, 1
+    )
+    print_text(first + translate_to_yaml(rest), out, width)
     if findings:
-        print_text(f"\nLint: {findings.summary}; to see them: layoutmap lint {lint} ...", out, width)
+        print_text(f"\nLint: {findings.summary}; to see them: {lint}", out, width)
     if plan.cost is not None:
         print_text(f"\n{plan.cost.to_text(width)}", out, width)
     # Print the verdict again at the end, because the first line may have scrolled out of view.
-    print_text(f"\nVerdict: {verdict.headline}", out, width)
+    print_text(f"\nVerdict: {headline}", out, width)
     return SUCCESS if verdict.passes else PROBLEMS
+
+
+def _format_lint_of_file(options: Any) -> str:
+    """Return the command that lints an inspected plan. Its file must exist, so without one name the option, too."""
+    command = format_lint_command(
+        options.json or "plan.json", argparse.Namespace(batch_dim=options.batch_dim)
+    )
+    return command if options.json else f"add --json plan.json, then {command}"
 
 
 def _run_explain_command(options: Any) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from layoutmap.cli.output import add_wide_option, print_text
 from layoutmap.cli.users_code import guard_users_code, import_function, parse_function_name
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
-from layoutmap.core.specs import parse_batch_dim
+from layoutmap.core.specs import list_batch_dims, parse_batch_dim
 from layoutmap.plan.completeness import find_unbuilt_problem
 from layoutmap.rules.yaml_file import read_rules_file
 from layoutmap.scope.layout_map import LayoutMap
@@ -159,6 +160,20 @@ def load_or_make_plans(names: Sequence[str], options: Any) -> list[Plan]:
     ]
 
 
+def format_lint_command(name: str, options: Any) -> str:
+    """Return the command that lints a model or the file of a plan with the options with which it was planned."""
+    words = ["layoutmap", "lint", name]
+    for option in (*_MODEL_OPTIONS, "batch_dim", "partial"):
+        value, flag = getattr(options, option, None), f"--{option.replace('_', '-')}"
+        if option == "batch_dim" and value:
+            words += [flag, ",".join(list_batch_dims(value))]
+        elif option == "verify" and value is False:
+            words.append("--no-verify")
+        elif value:
+            words += [flag, *(value if option == "inputs" else [] if value is True else [str(value)])]
+    return shlex.join(words)
+
+
 def require_complete(plan: Plan, name: str, options: Any) -> Plan:
     """Return the plan unchanged. Raise if it lacks weights of its model, unless `--partial` is given."""
     missing = find_unbuilt_problem(plan)
@@ -169,7 +184,9 @@ def require_complete(plan: Plan, name: str, options: Any) -> Plan:
     elif options.inputs:
         fix = "name --inputs that reach these layers, or remove layers that the model never calls"
     else:
-        fix = 'describe its inputs, as in --inputs "float32[8,128]"'
+        # An embedding takes integers, and the example must not fail in the first layer.
+        dtype = "int32" if "embed" in missing.what.lower() else "float32"
+        fix = f'describe its inputs, as in --inputs "{dtype}[8,128]"'
     raise LayoutMapError(
         f"{name}: the plan is incomplete: {missing.what}",
         why=missing.why,

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from layoutmap.core.errors import LayoutMapWarning
+from layoutmap.core.errors import LayoutError, LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import BatchDim, count_batch_shards, format_batch_dim, list_batch_dims
@@ -88,7 +88,9 @@ class LayoutPolicy:
             LayoutError: No array has the layout's rank, or an axis other than the batch cannot be split evenly.
         """
         if shapes and all(len(shape) != layout.rank for shape in shapes):
-            raise layout.make_rank_error(shapes[0], f"the output of {path}")
+            error = layout.make_rank_error(shapes[0], f"the output of {path}")
+            fix = f"{error.fix}: a pattern also matches the layers below, unless it ends in $"
+            raise LayoutError(error.what, facts=error.facts, why=error.why, fix=fix)
         return [
             self._choose_output_layout(layout, s, path) if len(s) == layout.rank else None for s in shapes
         ]

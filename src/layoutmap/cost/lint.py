@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layoutmap.core.paths import replace_numbers
-from layoutmap.core.specs import format_batch_dim
+from layoutmap.core.specs import format_batch_dim, make_spec
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.table import Collective
 from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix
+from layoutmap.plan.output_rules import write_output_rule
 from layoutmap.plan.problems import Problem
 
 _LEAST_SHARE = 0.01  # a cause is reported from this share of a step's traffic on
@@ -51,8 +52,9 @@ def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
         if c.kind == "all_gather" and cost.is_overlapped(c) and not {*linted.batch_dims} & {*c.dims}
     ]
     for cause, of_weight in _iterate_large_causes(cost, found):
-        over = " and ".join(dict.fromkeys(dim for c in of_weight for dim in c.dims))
-        plan = linted.plan  # a cause may be a path with stars for numbers, which stands for several variables
+        dims = tuple(dict.fromkeys(dim for c in of_weight for dim in c.dims))
+        over = " and ".join(dims)
+        plan = linted.plan  # a cause with stars for numbers stands for several variables
         for path in [cause] if cause in plan else [p for p in plan if replace_numbers(p) == cause]:
             a = plan[path]
             yield Problem(
@@ -63,7 +65,7 @@ def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
                 (("layout", f"{a.layout}{format_rule_suffix(a)}"), *_make_traffic_facts(cost, of_weight)),
                 f"the batch is not sharded over {over}, so devices along it all compute with the whole weight",
                 "lay out the outputs of this layer and of the layer before, so that each device computes a part: "
-                f'layout_map.activations[r"..."] = ({batch!r}, ..., {over!r})',
+                + write_output_rule(plan.layers, path.rpartition(".")[0], batch, make_spec(dims)),
             )
 
 
@@ -87,7 +89,7 @@ def find_summed_activations(cost: Cost, linted: LintedPlan) -> Iterator[Problem]
             _make_traffic_facts(cost, of_layer),
             "a weight is sharded along an axis that is summed over, so each device computes a part of every sum, for "
             "the rows of all devices",
-            f'shard the output by rows, too: layout_map.activations[r"..."] = ({batch!r}, ...)',
+            f"shard the output by rows, too: {write_output_rule(linted.plan.layers, path, batch)}",
         )
 
 

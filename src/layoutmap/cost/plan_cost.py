@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -24,7 +25,8 @@ from layoutmap.cost.model_steps import load_step_counter, make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import guess_batch_dim
-from layoutmap.plan.problems import Problem
+from layoutmap.plan.output_rules import OutputRanks
+from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.variable_problems import find_free_activation_problems
 from layoutmap.plan.variants import PlanVariant, find_preset_of_rules
 from layoutmap.scope.arguments import check_remat
@@ -129,6 +131,11 @@ def add_step_cost(
     if request.target:
         with ElapsedTime(f"XLA compiles the step for {request.target}") as shown:
             verified = lowered.verify(assignments, policy, request.target, step_cost, shown)
+    if plan.layers is not None:
+        shapes: Mapping[str, tuple[int, ...]] = getattr(lowered, "outputs", {})
+        plan = replace(
+            plan, layers=OutputRanks(plan.layers | {path: len(shape) for path, shape in shapes.items()})
+        )
     found = counter.add_cost_to_plan(plan, step_cost, policy, verified)
     assert isinstance(found.cost, Cost)
     if found.cost.fits or not request.advises:
@@ -247,9 +254,17 @@ class _ModelCounter:
             note = f"the arrays of later=, {format_bytes(beside)} per device, stay in memory during the step"
             step_cost = replace(step_cost, **held, notes=(*step_cost.notes, note))
         machine = Machine(self._request.machine.device, policy.mesh.size)
-        is_open = plan.free_activations and not policy.activations and dim is not None
-        if is_open and not any(problem.kind == "no activations" for problem in plan.problems):
-            plan = plan.add_problems([*find_free_activation_problems(plan.assignments, dim)])
+        if plan.free_activations and not policy.activations:
+            # The step shows the ranks of outputs and the batch dim, so write the fix of an earlier warning again.
+            others = [problem for problem in plan.problems if problem.kind != "no activations"]
+            over = [False, True][: 1 + (dim is not None)]
+            found = (
+                find_free_activation_problems(plan.assignments, plan.layers, dim, over_batch_dim=each)
+                for each in over
+            )
+            plan = replace(
+                plan, problems=sort_problems([*others, *itertools.islice(itertools.chain(*found), 1)])
+            )
         cost = Cost(step_cost, machine, batch_dim=dim, verified=verified)
         return plan.add_cost(cost).set_limits(device_memory=self._request.device_memory)
 

@@ -276,6 +276,7 @@ def _add_scope_plan(found: Plan, planned: PlanTable) -> Plan:
         problems=sort_problems([*kept, *moved_problems]),
         activations=planned.activations,
         free_activations=planned.free_activations,
+        layers=planned.layers,
     )
 
 

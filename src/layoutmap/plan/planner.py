@@ -14,6 +14,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.specs import BatchDim
 from layoutmap.core.uneven import (
     UnevenSetting,
     add_sharding_dim,
@@ -24,6 +25,7 @@ from layoutmap.core.uneven import (
 )
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
+from layoutmap.plan.output_rules import OutputRanks
 from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.rule_problems import (
     MAX_COMPARISONS,
@@ -62,8 +64,9 @@ def make_plan_table(
     global_init: Mapping[tuple[str, str], str] | None = None,
     unsupported: Sequence[UnsupportedFeature] = (),
     complete: bool = True,
-    layers: Sequence[str] | None = None,
+    layers: Sequence[str] | Mapping[str, int | None] | None = None,
     free_activations: bool = False,
+    batch_dim: BatchDim | None = None,
     existing_layouts: Mapping[tuple[str, str], Layout] | None = None,
     zero_dim: str | None = None,
     several_dims: bool = True,
@@ -77,8 +80,10 @@ def make_plan_table(
         global_init: By the `key` of a variable, the reason why one device must compute its whole first value.
         unsupported: Layers and variables with which the backend cannot compute.
         complete: Whether the model will have no other variables. Only then are rules that match nothing a problem.
-        layers: The paths of all layers, for the rules of `LayoutMap.activations`; `None`: unknown.
+        layers: The paths of all layers, for the rules of `LayoutMap.activations`; a mapping also has the ranks of
+            their outputs. `None`: unknown, or the model is a pytree.
         free_activations: Whether a compiler chooses the layouts of activations without a rule.
+        batch_dim: The mesh dim over which batches are sharded, for fixes; `None`: unknown.
         existing_layouts: The layouts of variables that have one already, by `key`; no rules apply to these variables.
         zero_dim: The mesh dim over which slots are sharded further than their weights; `None`: they are not.
         several_dims: Whether the engine can shard an axis over several mesh dims; else only the largest is used.
@@ -107,7 +112,7 @@ def make_plan_table(
         unused = {p.subject: p for p in of_rules if p.kind == "unused rule"}
         problems = [*suggest_typo_corrections(problems, unused), *of_rules]
         problems += find_output_rule_problems(layout_map, paths) if builder.has_keras_rules else ()
-    matches = [layout_map.activations.match(path) for path in layers or ()]
+    matches = [layout_map.activations.match(path) for path in layers or () if layout_map.activations]
     laid_out = tuple(match for match in matches if match.rule)
     if complete and layers is not None:
         problems += find_unused_activation_rule_problems(layout_map.activations, matches)
@@ -118,10 +123,14 @@ def make_plan_table(
             found = find_several_dims_problems(match, layout)
             problems += (p.add_model_name(model if builder.several_models else "") for p in found)
         assignments = [replace(a, layout=keep_largest_dims(a.layout)) for a in assignments]
+    ranks = None
+    if layers is not None:
+        ranks = OutputRanks(dict.fromkeys(layers) if isinstance(layers, Sequence) else layers)
     if complete and free_activations and not laid_out:
-        problems += find_free_activation_problems(assignments)
+        problems += find_free_activation_problems(assignments, ranks, batch_dim)
     problems += find_unsupported_problems(unsupported, assignments)
     plan = PlanTable(mesh, tuple(assignments), sort_problems(problems), laid_out, free_activations)
+    plan = replace(plan, layers=ranks)
     return replace(plan, problems=tuple(add_suggested_rules_to_fixes(plan)))
 
 

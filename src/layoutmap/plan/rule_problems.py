@@ -91,7 +91,7 @@ def find_unused_rule_problems(
             f"a keras: rule matches whole names, and none of Keras's {format_count(count, 'name')}"
             if named
             else "rules match from the start of a path, and none of the model's "
-            f"{format_count(count, 'path')} starts like this",
+            f"{format_count(count, 'path')} matches this pattern",
             f'to match anywhere in a path: r".*{rule.pattern}"'
             if rule.pattern in inside
             else f"did you mean {format_path_regex_source(intended)}? else delete it"
@@ -201,5 +201,5 @@ def find_output_rule_problems(rules: Rules, paths: Sequence[str]) -> Iterator[Pr
             f"{rules.format_name(rule)}: in Keras it also lays out outputs of layers; in this map it does not",
             (("outputs", join_names(names)),),
             "Keras looks up the output of a layer in the map of its variables, as the layer's path and /output",
-            "to lay out the outputs, too, add a rule for the layer's path: layout_map.activations[...]",
+            "to lay out the outputs, too, add a rule for the layer's path to layout_map.activations",
         )

@@ -18,6 +18,7 @@ from layoutmap.core.old_names import DeprecatedAlias
 from layoutmap.core.paths import replace_numbers
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import PlanCost
+from layoutmap.plan.output_rules import OutputRanks
 from layoutmap.plan.problems import Problem, merge_problems, sort_problems
 from layoutmap.rules.near_misses import find_nearest_candidates
 
@@ -38,6 +39,7 @@ class PlanTable(Mapping[str, Assignment]):
     strict: bool = False
     gathered_dims: tuple[str, ...] = ()
     batches: tuple[str, ...] | None = field(default=None, compare=False)
+    layers: OutputRanks | None = field(default=None, compare=False)
 
     @cached_property
     def _assignments_by_key(self) -> dict[str, Assignment]:

@@ -14,6 +14,7 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.core.uneven import format_uneven_setting, keep_largest_dims
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
+from layoutmap.plan.output_rules import OutputRanks, write_example_rule
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.slots import find_slot_problems
 
@@ -194,18 +195,23 @@ def find_several_dims_problems(match: Match, layout: Layout) -> Iterator[Problem
 
 
 def find_free_activation_problems(
-    assignments: Sequence[Assignment], batch_dim: BatchDim | None = None
+    assignments: Sequence[Assignment],
+    ranks: OutputRanks | None,
+    batch_dim: BatchDim | None = None,
+    *,
+    over_batch_dim: bool = False,
 ) -> Iterator[Problem]:
-    """Yield a warning if weights are sharded so that activations need rules, for a plan without activation rules.
+    """Yield a problem if weights are sharded so that activations need rules, for a plan without activation rules.
 
     Args:
         assignments: The weights and their layouts.
-        batch_dim: The mesh dim over which batches are sharded: look for weights that are sharded over it, too. `None`:
-            look for weights that are sharded along two axes.
+        ranks: The layers of the model; `None`: the model is a pytree, whose activations have no paths.
+        batch_dim: The mesh dim over which batches are sharded; `None`: unknown.
+        over_batch_dim: Whether to look for weights that are sharded over `batch_dim`, not along two axes.
     """
 
     def needs_activation_rule(layout: Layout) -> bool:
-        if batch_dim is None:
+        if not over_batch_dim:
             return sum(count > 1 for count in layout.shard_counts) > 1
         dims = [dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)]
         shared = [dim for dim in list_batch_dims(batch_dim) if dim in dims]
@@ -214,14 +220,25 @@ def find_free_activation_problems(
     sharded = [a for a in assignments if a.variable.kind is Kind.WEIGHT and needs_activation_rule(a.layout)]
     if sharded:
         first = sharded[0]
-        how = f"over {format_batch_dim(batch_dim)}, as the batch is" if batch_dim else "along two axes"
+        how = (
+            f"over {format_batch_dim(batch_dim)}, as the batch is"
+            if batch_dim and over_batch_dim
+            else "along two axes"
+        )
+        # A plan cannot see constraints in the code of a pytree, so `strict` must not make an error of this.
+        lacks = (
+            "no rule is for activations"
+            if ranks is not None
+            else "a plan does not see the layouts of activations"
+        )
         yield Problem(
             "no activations",
-            "warning",
+            "warning" if ranks is not None else "note",
             first.variable.path,
-            f"{first.variable.path}: sharded {how}, and no rule is for activations",
+            f"{first.variable.path}: sharded {how}, and {lacks}",
             (("layout", str(first.layout)), ("such weights", f"{len(sharded)}")),
-            "the compiler then chooses, and may send several times as many bytes in each step",
-            "add rules for the outputs of the main blocks, as in "
-            'layout_map.activations[r"blocks\\.\\d+"] = ("batch", None, None)',
+            "the compiler then chooses, and may send several times as many bytes in each step"
+            if ranks is not None
+            else "without a constraint in the code the compiler chooses, and may send several times as many bytes",
+            write_example_rule(ranks, [a.variable.path for a in sharded], first.layout.mesh, batch_dim),
         )

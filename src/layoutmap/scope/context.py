@@ -74,7 +74,7 @@ class Scope:
         self._warned: set[str] = set()
         self._has_stepped = False
         self.values: ModelValues | None = None
-        self.layers: Sequence[str] | None = None
+        self.layers: Sequence[str] | Mapping[str, int | None] | None = None
         self.free_activations = False
         self.adapter = adapter
         self._engine_name = adapter.engine_name
@@ -99,7 +99,7 @@ class Scope:
         global_init: Mapping[tuple[str, str], str],
         unsupported: Sequence[UnsupportedFeature],
         is_complete: bool,
-        layers: Sequence[str] | None = None,
+        layers: Sequence[str] | Mapping[str, int | None] | None = None,
         free_activations: bool = False,
     ) -> Sequence[Assignment]:
         """Return a layout for each variable, or raise one error with all problems before anything is created."""
@@ -112,6 +112,7 @@ class Scope:
             complete=is_complete,
             layers=layers,
             free_activations=free_activations,
+            batch_dim=self.policy.batch_dim,
             several_dims=self.several_dims,
             explain_no_padding=self.adapter.explain_no_padding,
         )

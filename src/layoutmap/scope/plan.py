@@ -45,6 +45,8 @@ class Plan(PlanTable):
         gathered_dims: Mesh dims over which torch's `fully_shard` gathers weights before their layers compute.
         batches: Mesh dims over which batches of an existing model are sharded. Empty: batches are replicated. `None`:
             unknown.
+        layers: Paths of all layers, each with the rank of its output (`None`: unknown), for fixes. `None`: unknown, as
+            in a plan from JSON, or the model is a pytree.
 
     Example:
         >>> from layoutmap.core.variables import VariableSpec

@@ -257,6 +257,7 @@ def plan(
             complete=complete,
             layers=context.layers,
             free_activations=context.free_activations,
+            batch_dim=batch_dim,
             several_dims=context.several_dims,
             explain_no_padding=adapter.explain_no_padding,
         )

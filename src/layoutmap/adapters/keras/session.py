@@ -281,8 +281,8 @@ class Session(KerasSession):
             {e.spec.key: why for e in entries if (why := self._explain_global_init(e))},
             find_unsupported_ops(self.backend, self.registry.list_layers(), entries),
             is_complete,
-            [path for path, _ in list_layer_paths(self.registry.list_layers())]
-            if self.policy.activations
+            {path: _find_output_rank(layer) for path, layer in list_layer_paths(self.registry.list_layers())}
+            if self.policy.activations or self.backend.compiler_chooses_layouts
             else None,
             self.backend.compiler_chooses_layouts,
         )
@@ -445,3 +445,9 @@ class Session(KerasSession):
     def create_lazy_variables(self, model: object, inputs: object) -> None:
         """Create the variables that a first call and a training step would create, without running either."""
         create_missing_variables(model, inputs)
+
+
+def _find_output_rank(layer: object) -> int | None:
+    """Return the rank of a layer's output, or None if it is unknown, as inside of a layer's own `call`."""
+    output = getattr(layer, "output", None)
+    return len(output.shape) if isinstance(output, keras.KerasTensor) else None

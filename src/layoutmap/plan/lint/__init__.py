@@ -38,10 +38,9 @@ from layoutmap.plan.lint import checks
 from layoutmap.plan.lint.changes import add_changes_to_fixes
 from layoutmap.plan.lint.suggest import LayoutSuggestions
 from layoutmap.plan.lint.weights import LintedPlan
+from layoutmap.plan.output_rules import NAMES_OF_BATCH
 from layoutmap.plan.problems import Problem, merge_problems
 from layoutmap.plan.table import PlanTable
-
-_NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -125,7 +124,7 @@ def make_layout_suggestions(plan: PlanTable) -> LayoutSuggestions:
 
 def list_named_batch_dims(mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh dims with a name that is usual for a dim over which batches are sharded, such as `data`."""
-    return tuple(dim for dim in mesh.dim_names if dim in _NAMES_OF_BATCH)
+    return tuple(dim for dim in mesh.dim_names if dim in NAMES_OF_BATCH)
 
 
 def guess_batch_dim(plan: PlanTable) -> str | None:

@@ -21,6 +21,7 @@ from layoutmap.plan.lint.weights import (
     is_attention_output,
     iterate_kernel_pairs,
 )
+from layoutmap.plan.output_rules import write_output_rule
 from layoutmap.plan.problems import RULE_KINDS, Problem
 
 _LARGE_BYTES = 2**20  # report arrays that take at least this much memory on a device
@@ -46,7 +47,7 @@ def _find_batch_dim_sums(linted: LintedPlan) -> Iterator[Finding]:
             {},
             "a device needs the whole weight for its rows, or all rows for its part of the weight: each step gathers "
             "one of them, and no rule says which",
-            f'add a rule for activations, as in layout_map.activations[r"..."] = ({batch!r}, ...), '
+            f"add a rule for activations: {write_output_rule(linted.plan.layers, w.layer, batch)}, "
             "or shard an output axis",
             _make_swapped_layout(w, axis, w.list_axes("out")[0]),
         )
