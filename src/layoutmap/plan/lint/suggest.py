@@ -188,7 +188,7 @@ class LayoutSuggestions:
 
     @cached_property
     def _previous_kernels(self) -> Mapping[int, Weight]:
-        """For each kernel, by its id: the last one before it in the block whose outputs it can take."""
+        """For each kernel, by its id: the last kernel before it in the block that computes inputs of its size."""
         found: dict[int, Weight] = {}
         for block in self._linted.blocks:
             outputs: dict[tuple[int, ...], Weight] = {}
