@@ -22,13 +22,17 @@ def make_dense(path, sizes, head_size=None):
 
 @st.composite
 def models(draw):
-    """Decoders with attention of two forms and fewer keys than queries, and chains of layers of many sizes."""
+    """Decoders with attention of three forms and fewer keys than queries, and chains of layers of many sizes."""
     hidden, heads, size = draw(st.sampled_from([32, 64])), draw(st.sampled_from([4, 6, 8])), 16
     few = draw(st.sampled_from([heads, heads // 2]))
     found = [make_weight("tokens.embeddings", (256, hidden), "rows", "out.0")]
     for block in range(draw(st.integers(1, 4))):
         at = f"blocks.{block}.attention"
-        if draw(st.booleans()):
+        form = draw(st.sampled_from(["flat", "heads", "fused"]))
+        if form == "fused":
+            found += make_dense(f"{at}.qkv", (hidden, (heads + 2 * few) * size))
+            found += make_dense(f"{at}.proj", (heads * size, hidden))
+        elif form == "flat":
             for part, count in (("query", heads), ("key", few), ("value", few)):
                 found += make_dense(f"{at}.{part}", (hidden, count * size), size)
             found += make_dense(f"{at}.output", (heads * size, hidden), size)

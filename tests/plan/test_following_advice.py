@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -44,12 +45,13 @@ def plan_rules(variables, mesh, rules, rest=None):
     return make_plan(variables, LayoutMap(mesh, dict(rules.rows), rest=rest))
 
 
-def follow_all(data, variables, mesh, rules, rest=None) -> tuple[Plan, list[str]]:
-    """Return the plan after advice was followed in a drawn order, until there is none."""
+def follow_all(data, variables, mesh, rules, rest=None) -> tuple[list[Plan], list[str]]:
+    """Return the plans while advice was followed in a drawn order, until there is none."""
     seed = data.draw(st.randoms(use_true_random=False))
-    steps = [str(rules)]
+    steps, plans = [str(rules)], list[Plan]()
     for _ in range(MOST_STEPS):
         plan = plan_rules(variables, mesh, rules, rest)
+        plans.append(plan)
         advice = list_advice(plan, rules)
         if not advice:
             break
@@ -57,7 +59,7 @@ def follow_all(data, variables, mesh, rules, rest=None) -> tuple[Plan, list[str]
         steps += [text, str(rules)]
     assert [] == advice, "\n".join(steps[-12:])
     assert "no problems" in plan.verdict.headline
-    return plan, steps
+    return plans, steps
 
 
 # Shrinking takes minutes
@@ -68,6 +70,20 @@ def test_all_advice_leads_to_a_plan_without_problems(data):
     variables = data.draw(models())
     mesh = Mesh(None, data.draw(st.sampled_from(MESHES)))
     follow_all(data, variables, mesh, Rules(tuple(data.draw(rules(variables, mesh)))))
+
+
+def suggest_map(variables, mesh):
+    """Return the suggested rules as a user edits them."""
+    suggested = suggest_rules(make_plan(variables, LayoutMap(mesh)))
+    return Rules(
+        tuple(
+            (
+                rule.pattern,
+                tuple(None if spec == "unsharded" else spec for spec in rule.layout.sharding_specs),
+            )
+            for rule in suggested.rules
+        )
+    )
 
 
 def draw_typo(data, rules, plan):
@@ -120,22 +136,6 @@ def draw_odd_block(data, rules, plan):
     return rules.put(f"{re.escape(path)}$", tuple(specs), 1)
 
 
-def check_mutated_map(data, mutate):
-    variables = data.draw(models())
-    mesh = Mesh(None, data.draw(st.sampled_from(MESHES)))
-    suggested = suggest_rules(make_plan(variables, LayoutMap(mesh)))
-    rest = data.draw(st.sampled_from([None, "replicated"]))
-    rows = (
-        (r.pattern, tuple(None if s == "unsharded" else s for s in r.layout.sharding_specs))
-        for r in suggested.rules
-    )
-    good = Rules(tuple(rows))
-    original = plan_rules(variables, mesh, good, rest)
-    plan, steps = follow_all(data, variables, mesh, mutate(data, good, original), rest)
-    if mutate is not draw_odd_block:
-        assert plan.device_bytes <= original.device_bytes, "\n".join(steps)
-
-
 @pytest.mark.parametrize("mutate", [draw_typo, draw_removal, draw_swap, draw_odd_block])
 @settings(max_examples=100 if EVERYTHING else 1, phases=[Phase.generate], deadline=None)
 @given(st.data())
@@ -144,17 +144,25 @@ def test_all_advice_repairs_a_map_with_one_mistake(mutate, data):
     variables = data.draw(models())
     mesh = Mesh(None, data.draw(st.sampled_from(MESHES)))
     rest = data.draw(st.sampled_from([None, "replicated"]))
-    suggested = suggest_rules(make_plan(variables, LayoutMap(mesh)))
-    good = Rules(
-        tuple(
-            (
-                rule.pattern,
-                tuple(None if spec == "unsharded" else spec for spec in rule.layout.sharding_specs),
-            )
-            for rule in suggested.rules
-        )
-    )
+    good = suggest_map(variables, mesh)
     original = plan_rules(variables, mesh, good, rest)
-    plan, steps = follow_all(data, variables, mesh, mutate(data, good, original), rest)
+    plans, steps = follow_all(data, variables, mesh, mutate(data, good, original), rest)
     if mutate is not draw_odd_block:
-        assert plan.device_bytes <= original.device_bytes, "\n".join(steps)
+        assert plans[-1].device_bytes <= original.device_bytes, "\n".join(steps)
+
+
+@settings(max_examples=100 if EVERYTHING else 2, phases=[Phase.generate], deadline=None)
+@given(st.data())
+def test_advice_for_a_bias_beside_a_swapped_kernel_is_final(data):
+    """A bias without a rule is sharded as its kernel is after all advice was followed, and never again."""
+    variables = data.draw(models())
+    mesh = Mesh(None, data.draw(st.sampled_from(MESHES)))
+    rest = data.draw(st.sampled_from([None, "replicated"]))
+    good = suggest_map(variables, mesh)
+    good = Rules(tuple(row for row in good.rows if "bias" not in row[0]))
+    original = plan_rules(variables, mesh, good, rest)
+    plans, steps = follow_all(data, variables, mesh, draw_swap(data, good, original), rest)
+    for path in original:
+        if path.endswith("bias"):
+            layouts = [layout for layout, _ in itertools.groupby(plan[path].layout for plan in plans)]
+            assert len(layouts) <= 2, "\n".join([path, *steps])

@@ -71,6 +71,61 @@ def test_each_role_and_group_of_blocks_has_one_rule_with_its_reason():
     assert "replicated" == rules.rest
 
 
+@pytest.mark.parametrize("columns", [192, 96])
+def test_the_output_of_a_fused_attention_is_a_row_kernel(columns):
+    """It is the next kernel, and takes a third of the fused columns, or more if keys have fewer heads than queries."""
+    variables = [
+        w
+        for n in range(2)
+        for name, sizes in (
+            ("qkv", (64, columns)),
+            ("proj", (64, 64)),
+            ("fc1", (64, 256)),
+            ("fc2", (256, 64)),
+        )
+        for w in make_dense(f"blocks.{n}.{name}", sizes)
+    ]
+    rules = suggest(variables)
+    plan = make_plan(variables, rules)
+
+    assert {
+        r"blocks\.\d+\.qkv\.kernel$": "column: outputs are sharded, as the inputs of proj are",
+        r"blocks\.\d+\.proj\.kernel$": "row: takes the sharded outputs of qkv, and the sums are all-reduced over model",
+    } == {r.pattern: r.reason for r in rules.rules if "kernel" in r.pattern and "fc" not in r.pattern}
+    assert [("unsharded", "model"), ("model",), ("model", "unsharded"), ("unsharded",)] == [
+        plan[f"blocks.1.{name}"].layout.sharding_specs
+        for name in ("qkv.kernel", "qkv.bias", "proj.kernel", "proj.bias")
+    ]
+    assert () == (*plan.problems, *plan.lint(), *plan.memory.rows)
+    swapped = dict.fromkeys((r".*\.(qkv|fc1|proj)\.kernel",), (None, "model")) | {
+        r".*fc2.kernel": ("model", None)
+    }
+    plan = make_plan(variables, LayoutMap("batch=2,model=4", swapped, rest="replicated"))
+    assert [f"blocks.{n}.proj.kernel" for n in range(2)] == [problem.subject for problem in plan.lint()]
+
+
+def test_stacked_experts_are_sharded_and_their_router_is_replicated():
+    """They have an axis of the size of the router's output."""
+    router = make_weight("blocks.0.moe.router.kernel", (64, 8), "in.0", "out.0")
+    up, down = (
+        make_weight(f"blocks.0.moe.w_{n}", (8, *s)) for n, s in (("in", (64, 256)), ("out", (256, 64)))
+    )
+    rules = suggest([router, up, down], "batch=2,expert=4")
+
+    assert {
+        r"blocks\.0\.moe\.w_(in|out)$": ("experts: each device has 2 of 8 experts", ("expert", None, None)),
+        r"blocks\.0\.moe\.router\.kernel$": (
+            "router: replicated, because each device scores all experts",
+            (None, None),
+        ),
+    } == {
+        r.pattern: (r.reason, tuple(None if s == "unsharded" else s for s in r.layout.sharding_specs))
+        for r in rules.rules
+    }
+    plan = make_plan([router, up, down], rules)
+    assert () == (*plan.problems, *plan.lint(), *plan.memory.rows)
+
+
 def test_an_odd_block_has_rules_of_its_own():
     """They are the first, since the rules of the other blocks match it, too."""
     plan = make_plan(make_blocks((256, 254, 256, 256)), suggest(make_blocks((256, 254, 256, 256))))
@@ -99,6 +154,11 @@ def test_an_odd_tied_weight_has_its_rule_under_all_paths():
             make_blocks(rows=509),
             "tokens",
             "vocabulary: sharded by features: model=16 does not divide axis 0 of 509",
+        ),
+        (
+            [*make_dense("head", (64, 256))],
+            "kernel",
+            "column: outputs are sharded, and no layer was found that takes them as inputs",
         ),
         (make_blocks(), "query", "replicated: model=16 does not divide 8 heads"),
         (make_blocks((250,)), "up", "replicated: model=16 does not divide axis 1 of 250"),

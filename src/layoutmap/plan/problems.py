@@ -79,7 +79,11 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
             continue
         subjects = [first.subject, *(p.subject for p in rest)]
         new = format_merged_paths(subjects)
-        fix = first.fix.replace(format_path_regex_source(subjects[:1]), format_path_regex_source(subjects))
+        fix = first.fix
+        if any(
+            p.fix != fix for p in rest
+        ):  # equal fixes are for all of the group, and may name single blocks
+            fix = fix.replace(format_path_regex_source(subjects[:1]), format_path_regex_source(subjects))
         head = f"{first.model}: " if first.model else ""
         what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
         merged.append((replace(first, subject=new, what=what, fix=fix), (first, *rest)))

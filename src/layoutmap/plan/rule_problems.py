@@ -178,9 +178,7 @@ def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tup
     found: dict[tuple[str, str], Layout] = {}
     for a in members:
         new = replicated[id(a)]
-        # Vectors are small, so suggest a sharded layout only for biases of kernels (a bias has an axis with a role).
-        is_small = len(a.variable.shape) == 1 and not a.variable.use
-        found[a.variable.key] = (None if is_small else suggestions.suggest_layout(new)) or new.layout
+        found[a.variable.key] = suggestions.suggest_layout(new) or new.layout
     return found
 
 

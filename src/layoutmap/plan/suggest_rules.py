@@ -117,9 +117,9 @@ def _assign_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> P
 
 
 def _is_small_group(group: Group, plan: PlanTable) -> bool:
-    """Return whether a group is too small to be sharded: vectors of unknown roles, or few bytes of the model."""
+    """Return whether a group has too few bytes of the model to be sharded. Biases are sharded as their kernels."""
     if _is_bias(group[0].variable):
-        return group[0].variable.use is None
+        return False
     total = sum(a.variable.global_bytes for a in plan.assignments)
     return sum(a.variable.global_bytes for a in group) < _MIN_SHARE * total
 
@@ -195,6 +195,8 @@ class _ReasonWriter:
         w, shape = self._weights.get(id(a)), a.variable.shape
         axis = next((n for n in range(len(shape)) if a.layout.num_shards(n) > 1), None)
         if axis is None:
+            if id(a) in self._linted.experts.routers:
+                return "router: replicated, because each device scores all experts"
             return self._describe_replicated(w, shape)
         dims = a.layout.list_mesh_dims(axis)
         over = " and ".join(dims)
@@ -217,14 +219,20 @@ class _ReasonWriter:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
         names = ", ".join(dict.fromkeys(other.layer_name for other in others))
         if role == "out":
-            return "column: outputs are sharded" + (f", as the inputs of {names} are" if names else "")
+            takers = (
+                f"as the inputs of {names} are"
+                if names
+                else "and no layer was found that takes them as inputs"
+            )
+            return f"column: outputs are sharded, {takers}"
         source = f"the sharded outputs of {names}" if names else "inputs in shards"
         if is_attention_output(w) and not names:
             source = "the heads of each device"
         return f"row: takes {source}, and the sums are all-reduced over {over}"
 
     def _describe_unknown(self, a: Assignment, axis: int) -> str:
-        if axis == 0 and a.layout.rank > 2 and "expert" in a.variable.path:
+        is_stack = id(a) in self._linted.experts.stacks or (a.layout.rank > 2 and "expert" in a.variable.path)
+        if axis == 0 and is_stack:
             return f"experts: each device has {a.shard_shape[0]} of {a.variable.shape[0]} experts"
         return f"unknown role: axis {axis} is sharded because its size divides evenly"
 

@@ -27,7 +27,8 @@ def suggest(
 
     A model of a known family gets the rules of its preset. For other models, the rules follow from the roles of the
     layers: the first of two products is sharded by columns and the second by rows, attention by heads, an embedding by
-    its rows, and expert weights by experts. A weight that the mesh does not divide is replicated. Nothing is compiled,
+    its rows, and expert weights by experts. A router of experts, and a weight that the mesh does not divide, are
+    replicated. Nothing is compiled,
     allocated, or timed. `layoutmap.search` compares maps by the time of a step.
 
     Args:

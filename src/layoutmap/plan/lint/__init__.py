@@ -119,7 +119,16 @@ def prepare_plan_for_lint(plan: PlanTable, batch_dim: BatchDim | None = None) ->
 
 def make_layout_suggestions(plan: PlanTable) -> LayoutSuggestions:
     """Return the object that suggests layouts for the replicated variables of a plan."""
-    return LayoutSuggestions(prepare_plan_for_lint(plan)[0])
+    linted, _ = prepare_plan_for_lint(plan)
+    return LayoutSuggestions(
+        linted,
+        lambda: {
+            id(a): layout
+            for check in checks.CHECKS
+            for finding in check(linted)
+            for a, layout in finding.changes
+        },
+    )
 
 
 def list_named_batch_dims(mesh: Mesh) -> tuple[str, ...]:

@@ -5,13 +5,20 @@ The plan's list of replicated variables, the fix for a variable without a rule, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.specs import make_spec
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.lint.weights import LintedPlan, Weight, get_sibling_key, is_attention_output
+from layoutmap.plan.lint.weights import (
+    LintedPlan,
+    Weight,
+    find_fused_pairs,
+    get_sibling_key,
+    is_attention_output,
+)
 
 
 class LayoutSuggestions:
@@ -19,10 +26,18 @@ class LayoutSuggestions:
 
     Each suggestion fits the present layouts of the other weights, so the suggestions can be applied in any order: the
     first of two consecutive kernels is sharded by its output axis and the second by its input axis (decisions/0210).
+
+    Args:
+        linted: The plan.
+        find_changes: Function that returns the layouts with which lint replaces wrong ones, by the id of the
+            assignment. Biases are sharded like these.
     """
 
-    def __init__(self, linted: LintedPlan) -> None:
+    def __init__(
+        self, linted: LintedPlan, find_changes: Callable[[], Mapping[int, Layout]] = dict[int, Layout]
+    ) -> None:
         self._linted = linted
+        self._find_changes = find_changes
         mesh = linted.plan.mesh
         dims = [dim for dim in mesh.mesh_dims if dim.size > 1]
         self._dims = sorted(dims, key=lambda dim: (dim.name in linted.batch_dims, -dim.size))
@@ -30,6 +45,9 @@ class LayoutSuggestions:
     def suggest_layout(self, a: Assignment) -> Layout | None:
         """Return a sharded layout for a replicated variable, or None if no layout fits or it should stay replicated."""
         w = self._weights_by_id.get(id(a))
+        # Vectors of unknown roles are small. Each device scores all experts, so it needs the whole router.
+        if (w is None and len(a.variable.shape) == 1) or id(a) in self._linted.experts.routers:
+            return None
         if w is None or w.list_axes("rows"):
             rows = w.list_axes("rows") if w else ()
             axes = sorted(range(len(a.variable.shape)), key=lambda axis: axis not in rows)
@@ -72,7 +90,10 @@ class LayoutSuggestions:
     def _suggest_like_kernel(self, w: Weight) -> Layout | None:
         """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated."""
         kernel = self._kernels_by_layer.get((w.assignment.variable.model, w.layer))
-        return None if kernel is None else make_matching_layout(w, kernel)
+        if kernel is None:
+            return None
+        advised = self._changes.get(id(kernel.assignment), kernel.layout)
+        return make_matching_layout(w, replace(kernel, assignment=replace(kernel.assignment, layout=advised)))
 
     def suggest_from_bias(self, kernel: Weight, bias: Weight, axis: int) -> Layout | None:
         """Return the layout of a kernel with an output axis sharded like its bias, or None if the bias seems wrong.
@@ -136,6 +157,10 @@ class LayoutSuggestions:
         return tuple(dim for dim in dims if dim not in self._linted.batch_dims)
 
     @cached_property
+    def _changes(self) -> Mapping[int, Layout]:
+        return self._find_changes()
+
+    @cached_property
     def _weights_by_id(self) -> Mapping[int, Weight]:
         return {id(w.assignment): w for w in self._linted.weights}
 
@@ -163,7 +188,7 @@ class LayoutSuggestions:
 
     @cached_property
     def _previous_kernels(self) -> Mapping[int, Weight]:
-        """For each kernel, by its id: the last kernel before it in the block with outputs of the size of its inputs."""
+        """For each kernel, by its id: the last kernel before it in the block that computes inputs of its size."""
         found: dict[int, Weight] = {}
         for block in self._linted.blocks:
             outputs: dict[tuple[int, ...], Weight] = {}
@@ -171,6 +196,7 @@ class LayoutSuggestions:
                 if w.list_sizes("in") in outputs:
                     found[id(w)] = outputs[w.list_sizes("in")]
                 outputs[w.list_sizes("out")] = w
+            found |= {id(taker): fused for fused, taker in find_fused_pairs(block)}
         return found
 
     @cached_property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import split_at_numbers
@@ -20,6 +22,7 @@ _PARTS = {
     part: re.compile(rf"(.*_)?({part[0]}|{part})(_(dense|proj|projector|projection))?")
     for part in ("query", "key", "value")
 }
+_FUSED = re.compile(r"(.*_)?w?(qkv|query_key_value)(_(dense|proj|projector|projection))?")
 _TAKES_HEADS = re.compile(r"o|((attention_)?(o|out|output))(_(dense|proj|projector|projection))?")
 
 
@@ -121,6 +124,13 @@ def find_compute_dims(
     return tuple(map(find_compute_dims_of_axis, range(layout.rank)))
 
 
+class Experts(NamedTuple):
+    """The ids of the assignments of stacked expert weights, and of their routers."""
+
+    stacks: Set[int]
+    routers: Set[int]
+
+
 class LintedPlan:
     """A plan in the form for the checks: weights by their role, blocks of layers, and consecutive kernels."""
 
@@ -189,6 +199,35 @@ class LintedPlan:
         return votes.count(dims) - len(votes) * bool({*dims} & {*self.batch_dims})
 
     @cached_property
+    def experts(self) -> Experts:
+        """The stacked weights of experts, and the kernels of their routers.
+
+        A router has the axes (features, experts). Beside it are two stacks or more. The first axis of each is that of
+        the experts, and another one has the size of the features.
+        """
+        weights = [a for a in self.plan.assignments if a.variable.kind is Kind.WEIGHT]
+        stacks: dict[tuple[str, str, int], list[Assignment]] = defaultdict(list)
+        for a in weights:
+            if len(a.variable.shape) > 1 and a.variable.use is None:
+                layer = a.variable.path.rpartition(".")[0]
+                for module in (layer, layer.rpartition(".")[0]):
+                    stacks[a.variable.model, module, a.variable.shape[0]].append(a)
+        found, routers = set[int](), set[int]()
+        for a in weights if stacks else ():
+            v = a.variable
+            if len(v.shape) != 2:
+                continue
+            features, count = v.shape[::-1] if v.use and v.use.roles[0].startswith("out") else v.shape
+            layer = v.path.rpartition(".")[0]
+            for module in (layer, layer.rpartition(".")[0]):
+                members = [each for each in stacks.get((v.model, module, count), ()) if each is not a]
+                kernels = [each for each in members if len(each.variable.shape) == 3]
+                if len(kernels) > 1 and all(features in each.variable.shape[1:] for each in kernels):
+                    found |= {id(each) for each in members}
+                    routers.add(id(a))
+        return Experts(found - routers, routers)
+
+    @cached_property
     def siblings(self) -> Mapping[object, Sequence[Weight]]:
         """The weights of one shape with paths that differ only in numbers, by `get_sibling_key`."""
         found: dict[object, list[Weight]] = defaultdict(list)
@@ -231,9 +270,11 @@ def _group_by_id(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequenc
 def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Yield each pair of kernels in a block in which the second takes the output of the first.
 
-    These are kernels with the output sizes that only one other kernel has as input sizes. If all sizes of an attention
-    layer are equal, the query and the output kernel are found by the names of their layers.
+    These are kernels with the output sizes that only one other kernel has as input sizes, and the kernels of
+    `find_fused_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are found by the
+    names of their layers.
     """
+    yield from find_fused_pairs(block)
     order = {id(w): number for number, w in enumerate(block)}
     outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
     ins: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
@@ -253,6 +294,24 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
         and query.list_sizes("out") == query.list_sizes("in") == takers[0].list_sizes("in")
     ):
         yield query, takers[0]
+
+
+def find_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield each fused query, key, and value kernel of a block with the output kernel of its attention.
+
+    The output kernel is the next one, and it takes a third of the fused columns. With fewer heads of keys than of
+    queries it takes more, so the fused kernel is then found by the name of its layer.
+    """
+    for fused, taker in itertools.pairwise(block):
+        if fused.list_sizes("in") != taker.list_sizes("out"):
+            continue
+        match fused.list_sizes("out"), taker.list_sizes("in"):
+            case (columns,), (width,) if columns == 3 * width or (
+                columns > width and _FUSED.fullmatch(fused.layer_name)
+            ):
+                yield fused, taker
+            case _:
+                pass
 
 
 def _has_one_of_each(kernels_by_part: dict[str, list[Weight]]) -> bool:
