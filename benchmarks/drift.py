@@ -52,6 +52,7 @@ class Model:
         optimizers: Names of the optimizers in the table.
         meshes: Meshes of the sharded runs.
         most_steps: Most steps of a run. The table has no cells beyond them.
+        most_seeds: Most seeds of a run.
         sizes: Width, width of the hidden layer, and number of blocks. `None`: each seed draws them.
     """
 
@@ -61,6 +62,7 @@ class Model:
     optimizers: tuple[str, ...]
     meshes: tuple[str, ...]
     most_steps: int = 1000
+    most_seeds: int = 3
     sizes: tuple[int, int, int] | None = None
 
 
@@ -68,17 +70,24 @@ class Model:
 MODELS = {
     "small": Model(64, 16, 8, ("SGD", "AdamW", "Adafactor"), ("batch=2,model=2",)),
     "2 blocks, width 64": Model(
-        1000, 8, 32, ("AdamW",), ("batch=2,model=2", "batch=2,model=4"), most_steps=20, sizes=(64, 256, 2)
+        1000,
+        8,
+        32,
+        ("AdamW",),
+        ("batch=2,model=2", "batch=2,model=4"),
+        most_steps=20,
+        most_seeds=1,
+        sizes=(64, 256, 2),
     ),
     "4 blocks, width 256": Model(
-        2000, 4, 32, ("AdamW",), ("batch=2,model=4",), most_steps=20, sizes=(256, 1024, 4)
+        2000, 4, 32, ("AdamW",), ("batch=2,model=4",), most_steps=20, most_seeds=1, sizes=(256, 1024, 4)
     ),
 }
 
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="how many models are drawn")
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds, at most those of each model")
     parser.add_argument(
         "--steps",
         type=int,
@@ -113,7 +122,7 @@ def measure(name, optimizer, options):
     steps = [number for number in options.steps if number <= model.most_steps]
     absent = [""] * (len(options.steps) - len(steps))
     differences = {}
-    for seed in range(options.seeds):
+    for seed in range(min(options.seeds, model.most_seeds)):
         exact = train(seed, model, optimizer, "float64", max(steps))
         for precision in ("float32", "bfloat16"):
             one = train(seed, model, optimizer, precision, max(steps))
