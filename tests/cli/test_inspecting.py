@@ -1,12 +1,15 @@
 """`layoutmap inspect` and `layoutmap guard`: a model of any program, looked at from the command line."""
 
 import json
+import os
+import subprocess
 import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import xla_settings
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -102,3 +105,34 @@ def test_there_is_no_answer_about_nothing(run, tmp_path):
     code, _, err = run(lambda: {"key": jax.random.key(0)}, "inspect")
     assert 2 == code
     assert "it has no weights" in err
+
+
+PROGRAM = """
+import jax
+
+def make_state():
+    return jax.make_mesh((2, 4), ("data", "model"))
+
+def fail():
+    jax.devices()
+    return 1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "devices", "is_hinted"),
+    [("make_state", 1, True), ("make_state", 2, False), ("fail", 1, False)],
+)
+def test_a_mesh_that_is_larger_than_one_device_says_how_to_simulate_devices(
+    function, devices, is_hinted, tmp_path
+):
+    """The error is of the user's function, and a hint is only for a process that simulates no devices."""
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "layoutmap", "inspect", f"mine:{function}"]
+    environment = {**os.environ, **xla_settings(devices)}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+
+    assert 2 == run.returncode
+    assert f"mine:{function} raised" in run.stderr
+    assert is_hinted == ("set XLA_FLAGS=--xla_force_host_platform_device_count=8" in run.stderr)
+    assert is_hinted == ("lm.simulate_devices(8)" in run.stderr)

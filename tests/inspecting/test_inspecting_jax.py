@@ -122,6 +122,58 @@ def test_the_state_of_an_optimizer_is_given_beside_the_parameters():
     assert {"slot"} == {a.variable.kind for a in lm.inspect(optimizer).assignments}
 
 
+@pytest.mark.parametrize(
+    ("join", "at", "of"),
+    [
+        (
+            lambda params, state: {"params": params, "opt": state, "step": jnp.zeros((), int)},
+            "params.",
+            "opt.",
+        ),
+        (lambda params, state: (params, state), "0.", "1."),
+        (lambda params, state: {"run": [{"params": params}, {"opt": state}]}, "run.0.params.", "run.1.opt."),
+    ],
+    ids=["dict", "tuple", "nested"],
+)
+@pytest.mark.parametrize("tx", [optax.adamw(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=4)])
+def test_the_state_of_an_optimizer_inside_of_a_pytree_is_slots(join, at, of, tx):
+    """No gradients are counted for it, and each slot has its parameter."""
+    params = {"blocks": [by_columns({"up": jnp.ones((8, 16))}) for _ in range(2)], "scale": jnp.ones(())}
+    state = tx.init(params)
+    apart, joined = lm.inspect(params, state), lm.inspect(join(params, state))
+
+    kinds = {a.variable.path.removeprefix(at): a.variable.kind for a in joined.assignments}
+    assert {"blocks.0.up", "blocks.1.up", "scale"} == {p for p, kind in kinds.items() if kind == "weight"}
+    assert apart.memory.gradients == joined.memory.gradients
+    assert apart.memory.slots == joined.memory.slots
+    slots = [
+        [(a.variable.parent, a.layout) for a in plan.assignments if a.variable.kind == "slot"]
+        for plan in (apart, joined)
+    ]
+    assert slots[0] == [(parent and parent.removeprefix(at), layout) for parent, layout in slots[1]]
+    assert any(path.endswith(f"{of}0.count") for path in joined)
+
+
+def test_rules_read_off_a_pytree_with_the_state_of_an_optimizer_are_those_of_its_weights():
+    params = {"blocks": [by_columns({"up": jnp.ones((8, 16))}) for _ in range(2)], "scale": jnp.ones(4)}
+    rules = lm.LayoutMap.from_model({"params": params, "opt": optax.adamw(1e-3).init(params)})
+
+    assert [("unsharded", "model")] == [tuple(each.sharding_specs) for each in rules.values()]
+
+
+def test_slots_of_two_models_in_a_pytree_have_no_parent():
+    """Parameters of equal names cannot be told apart, and parameters that an optimizer keeps are weights."""
+    params = {"w": jnp.ones((8, 16))}
+    state = optax.adam(1e-3).init(params)
+    found = lm.inspect(
+        {"a": params, "b": params, "opt": state, "kept": optax.LookaheadParams(params, params)}
+    )
+
+    kinds = {a.variable.path: (a.variable.kind, a.variable.parent) for a in found.assignments}
+    assert ("slot", None) == kinds["optimizer.opt.0.mu.w"]
+    assert ("weight", None) == kinds["kept.slow.w"]
+
+
 def test_a_box_is_no_part_of_a_path():
     """Of linen, and of the states of nnx; a plan of the same function calls the variables the same."""
 

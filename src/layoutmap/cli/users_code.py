@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Generator
@@ -15,6 +16,7 @@ from typing import Any
 from layoutmap.adapters.missing_backend import make_missing_backend_error, set_only_installed_backend
 from layoutmap.cli.models import check_published_name
 from layoutmap.core.errors import LayoutMapError
+from layoutmap.engines import get_engine
 
 _LIBRARY_FILES = (
     str(Path(__file__).parents[1]) + os.sep,
@@ -35,8 +37,26 @@ class UsersCodeError(LayoutMapError):
         super().__init__(
             f"{name} raised {type(error).__name__}",
             why="the model could not be created, so there is no plan",
-            fix="fix the error that is shown above, and run the command again",
+            fix="fix the error that is shown above, and run the command again"
+            + _make_simulation_hint(self.trace),
         )
+
+
+def _make_simulation_hint(trace: str) -> str:
+    """Return how to simulate devices if a traceback is about devices and JAX has one CPU device, or an empty text."""
+    code = [line for line in trace.splitlines() if not line.lstrip().startswith("File ")]
+    if "jax" not in sys.modules or not re.search("mesh|devices", "\n".join(code), re.IGNORECASE):
+        return ""
+    try:
+        names = get_engine("jax").list_device_names()
+    except RuntimeError:  # JAX cannot start, which may be the error of the user's code
+        return ""
+    if names != ("CPU:0",):
+        return ""
+    return (
+        "; JAX has one CPU device: to simulate 8, set XLA_FLAGS=--xla_force_host_platform_device_count=8, "
+        "or call lm.simulate_devices(8) first"
+    )
 
 
 # A model's code may exit, change the working directory, or print, so run it only in this context (decisions/0034).

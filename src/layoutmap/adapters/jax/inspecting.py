@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import jax
 
 from layoutmap.adapters.jax.checkpoints import list_optimizer_arrays
 from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_optimizer
 from layoutmap.adapters.jax.optimizers import describe_weights
+from layoutmap.adapters.jax.pytrees import flatten_with_paths, format_key
+from layoutmap.adapters.jax.slots import PathParts, StateLeaf, describe_slots
 from layoutmap.adapters.jax.training import TrainState, unwrap_and_split, unwrap_model
 from layoutmap.adapters.protocol import StoredVariable
-from layoutmap.core.variables import Kind
+from layoutmap.core.variables import Kind, VariableSpec
 
 _STATE = "opt_state"
 
@@ -30,7 +35,45 @@ def describe_arrays(model: Any, optimizer: object = None) -> list[StoredVariable
         weights = {parts: replace(spec, path=f"params.{spec.path}") for parts, spec in found_weights}
         found = [each for each in found if not each.variable.path.startswith(f"{_STATE}.")]
         return found + list_optimizer_arrays(model, model.opt_state, weights)
+    if optimizer is None and not isinstance(model, TrainState) and not is_nnx_module(model):
+        return _separate_optax_states(model, found)
     return found + list_optimizer_arrays(model, optimizer)
+
+
+def _separate_optax_states(tree: object, found: Sequence[StoredVariable]) -> list[StoredVariable]:
+    """Return the arrays of a pytree, with those in states of optax as slots after all others."""
+    by_path = {each.variable.path: each for each in found}
+    leaves = {".".join(parts): parts for parts, _ in flatten_with_paths(tree)}
+    inside = [
+        ".".join((*map(format_key, top), *parts))
+        for top, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_optax_state)[0]
+        if _is_optax_state(node)
+        for parts, _ in flatten_with_paths(node)
+    ]
+    slots = [by_path.pop(path) for path in inside if path in by_path]
+    # The state contains the path of a weight in its own tree, which is the end of the path in this tree.
+    ends: dict[PathParts, VariableSpec | None] = {}
+    for path, each in by_path.items():
+        parts = leaves[path]
+        for start in range(len(parts) if each.variable.kind is Kind.WEIGHT else 0):
+            if not parts[start].isdecimal():  # a position also counts the states of a chain
+                ends[parts[start:]] = None if parts[start:] in ends else each.variable
+    weights = {parts: spec for parts, spec in ends.items() if spec is not None}
+    described = [StateLeaf(leaves[v.path], v.shape, v.dtype) for v in (slot.variable for slot in slots)]
+    specs = describe_slots(weights, described)
+    return [
+        *by_path.values(),
+        *(
+            replace(slot, variable=replace(spec, memory=slot.variable.memory))
+            for slot, spec in zip(slots, specs, strict=True)
+        ),
+    ]
+
+
+def _is_optax_state(node: object) -> bool:
+    """Return whether a node of a pytree is a state of optax. `LookaheadParams` contains parameters."""
+    kind = type(node)
+    return kind.__module__.partition(".")[0] == "optax" and kind.__name__ != "LookaheadParams"
 
 
 def _is_flax_train_state(model: object) -> bool:

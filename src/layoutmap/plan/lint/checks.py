@@ -125,7 +125,8 @@ def _find_outer_sharding(linted: LintedPlan, first: Weight, second: Weight) -> I
             w,
             f"{does} that is sharded over {_join_dims(over)}, on the side away from {other.name}",
             {other.name: f"{other.shape}  {other.layout_text}"},
-            f"activations between the two are all-gathered over {_join_dims(over)}, where they could stay sharded",
+            "activations between the two, or their gradients, are partial sums: each step adds them over "
+            f"{_join_dims(over)}, with an all-reduce, or with a reduce-scatter and an all-gather",
             "shard the axis that passes between them" + "; its axes seem to be swapped" * fits,
             moved if fits else None,
         )
