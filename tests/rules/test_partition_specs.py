@@ -121,7 +121,7 @@ REFUSED = {
         'write PartitionSpec(None, "model")',
     ),
     "a number": ({"d.kernel": 3}, "3 is not a PartitionSpec", "or a tuple"),
-    "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 is not supported in a layout", "leave it out"),
+    "an entry": ({"d.kernel": (3,)}, "entry 3 of axis 0 is not supported in a layout", "write None"),
     "too many": (
         {"d.bias": ("fsdp", None)},
         "the spec has 2 entries, but the array has 1 axes",
@@ -183,7 +183,7 @@ def test_a_name_without_a_rule_is_warned_of_in_linen_and_a_mesh_dim_in_nnx():
 
 BAD_LOGICAL = {
     "semantics": ([], LOGICAL, "flax", "semantics='flax'", "use 'linen'"),
-    "dims": ([("mlp", 3)], LOGICAL, "linen", "rule 'mlp': entry 3 of axis 0", "leave it out"),
+    "dims": ([("mlp", 3)], LOGICAL, "linen", "rule 'mlp': entry 3 of axis 0", "write None"),
     "twice": (
         [],
         {"up.kernel": ("mlp", "mlp")},

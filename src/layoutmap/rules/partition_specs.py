@@ -121,11 +121,12 @@ def _read_spec_entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...]
     why = _ENTRIES
     if str(entry) == _UNCONSTRAINED:
         why = f"it leaves the axis to JAX's compiler, but a layout has a spec for each axis: {_ENTRIES}"
-    raise _make_unsupported_error(where, f"entry {shorten_repr(entry)} of axis {axis}", why)
+    fix = "write None in its place, or the names of mesh dims"
+    raise _make_unsupported_error(where, f"entry {shorten_repr(entry)} of axis {axis}", why, fix)
 
 
-def _make_unsupported_error(where: str, what: str, why: str) -> RuleError:
-    return RuleError(f"{where}: {what} is not supported in a layout", why=why, fix="leave it out")
+def _make_unsupported_error(where: str, what: str, why: str, fix: str = "leave it out") -> RuleError:
+    return RuleError(f"{where}: {what} is not supported in a layout", why=why, fix=fix)
 
 
 def pad_specs(specs: Specs, shape: Shape, where: str) -> Specs:
