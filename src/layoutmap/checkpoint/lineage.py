@@ -28,12 +28,13 @@ _HEAD_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """The lineage of one saved step: the step that it continues, and the lines of steps that lead to it.
+    """The lineage of one saved step: the step that it continues, and the branches that lead to it.
 
     Args:
         step: The number of the step.
         parent: The step from which training resumed or continued; `None`: training began without one, or it is unknown.
-        lines: For each line by name, the last step on it among the step and its ancestors. The step's own line is last.
+        lines: For each branch of the training history by name, the last step on it among the step and its ancestors.
+            The step's own branch is last.
         order: How many saves the directory had with this one; 0 if unknown.
         created: The time of the save, in UTC.
         metrics: The metrics that were saved with the step.
@@ -48,7 +49,7 @@ class SavedStep:
 
     @property
     def line_name(self) -> str:
-        """The name of the line on which the step is."""
+        """The name of the branch of the training history that contains the step."""
         return list(self.lines)[-1]
 
     def has_ancestor(self, other: SavedStep) -> bool:

@@ -64,7 +64,9 @@ class PipeLink:
 
     @contextlib.contextmanager
     def open_stream(self, begin: BeginRecord) -> Generator[tuple[FileMaker, str]]:
-        """Yield a storage that sends each new file, and a folder name. After the block, wait for the receiver's answer.
+        """Yield a pair: a storage that sends each new file to the receiver, and an empty text as the folder's name.
+
+        After the block, wait for the receiver's answer.
 
         Raises:
             CheckpointError: The receiver refuses the stream, has ended, or does not answer in time.

@@ -146,12 +146,12 @@ class NameTable:
 
 
 def list_name_tables() -> list[str]:
-    """Return the names of the tables shipped with this library."""
+    """Return the names of the tables shipped with layoutmap."""
     return sorted(each.name[:-5] for each in _get_tables_folder().iterdir() if each.name.endswith(".yaml"))
 
 
 def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTable:
-    """Read a name table: one that is shipped with this library, a YAML file, or a mapping.
+    """Read a name table: one that is shipped with layoutmap, a YAML file, or a mapping.
 
     Args:
         names: The name of a shipped table, such as `"llama"`; the path of a YAML file; or a mapping, as such a file has

@@ -1,4 +1,4 @@
-"""Import and run the code that creates a user's model, and separate its errors from this library's."""
+"""Import and run the code that creates a user's model, and separate its errors from layoutmap's."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class _StructuredMessage(Exception):
 
 
 class LayoutMapError(_StructuredMessage, ValueError):
-    """Base class of all errors of this library.
+    """Base class of all errors of layoutmap.
 
     Args:
         what: The headline: which thing is wrong, and how.

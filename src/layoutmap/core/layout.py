@@ -433,7 +433,7 @@ class Layout:
 
     @classmethod
     def from_proto(cls, layout_proto: Any) -> Layout:
-        """Read a `LayoutProto` of this library or of TensorFlow.
+        """Read a `LayoutProto` of layoutmap or of TensorFlow.
 
         Raises:
             LayoutError: The message holds no valid layout.

@@ -243,7 +243,7 @@ class Mesh:
 
     @classmethod
     def from_proto(cls, proto: Any) -> Mesh:
-        """Read a `MeshProto` of this library or of TensorFlow.
+        """Read a `MeshProto` of layoutmap or of TensorFlow.
 
         Raises:
             MeshError: The message holds no valid mesh.

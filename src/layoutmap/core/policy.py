@@ -15,7 +15,7 @@ from layoutmap.core.users_line import find_user_stacklevel
 
 @dataclass(frozen=True, slots=True)
 class LayoutPolicy:
-    """Derive layouts from a scope's mesh, batch dim, and activation rules.
+    """Derive layouts of batches, layer outputs, and gathered weights from a scope's mesh, batch dim, and rules.
 
     Args:
         mesh: The mesh.

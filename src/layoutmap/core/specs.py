@@ -133,7 +133,7 @@ def _make_dim_error(
     why, fix = f"the mesh has no dim {dim!r}", _format_dims_fix(mesh)
     if dim == tf_format.MATCH:
         why = "'match' is reserved for TensorFlow and shards nothing"
-    elif dim == UNSHARDED:  # it is in a tuple, because `list_spec_dims` leaves out a single `unsharded`
+    elif dim == UNSHARDED:  # in a tuple like ("x", "unsharded"), as `list_spec_dims` drops a single one
         why = "an axis that is sharded over a mesh dim is not unsharded"
         fix = f"name mesh dims only, or {UNSHARDED!r} alone"
     elif dim in used:

@@ -165,7 +165,7 @@ def make_mesh_proto(fields: MeshFields) -> Any:
 
 
 def read_mesh_proto(message: Any) -> MeshFields:
-    """Return the fields of a mesh from a `MeshProto` of this library or of TensorFlow, or from its bytes.
+    """Return the fields of a mesh from a `MeshProto` of layoutmap or of TensorFlow, or from its bytes.
 
     Raises:
         MeshError: The message is no mesh, or has `use_xla_spmd` or `single_device` set.
@@ -233,7 +233,7 @@ def make_layout_proto(fields: LayoutFields) -> Any:
 
 
 def read_layout_proto(message: Any) -> LayoutFields:
-    """Return the fields of a layout from a `LayoutProto` of this library or of TensorFlow, or from its bytes.
+    """Return the fields of a layout from a `LayoutProto` of layoutmap or of TensorFlow, or from its bytes.
 
     Raises:
         LayoutError: The message is no layout, is not of the type `STATIC`, or has no mesh.
@@ -282,7 +282,7 @@ def _import_proto_module() -> Any:
 
 
 def _parse_proto(message: Any, message_class: Any, error_class: type[LayoutError] | type[MeshError]) -> Any:
-    """Convert a protobuf message, or the bytes of a message, to an instance of this library's message class."""
+    """Convert a protobuf message, or the bytes of a message, to an instance of layoutmap's message class."""
     wanted = message_class.DESCRIPTOR.name
     try:
         if isinstance(message, bytes):

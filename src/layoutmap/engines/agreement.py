@@ -212,7 +212,7 @@ def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> t
 
 
 def _parse_named_texts(text: str) -> list[NamedText]:
-    """Return the named texts that a process sent as JSON, or any other text under a general name."""
+    """Return the (name, text) pairs in a JSON text. If it is not JSON, return one pair named `compared text`."""
     try:
         return [(name, named_text) for name, named_text in json.loads(text)]
     except ValueError:

@@ -49,7 +49,7 @@ def detect_launcher() -> Launcher | None:
 
 
 def report_errors_to_torchrun() -> None:
-    """Install an exception hook that writes an error of this library to torchrun's error file.
+    """Install an exception hook that writes an error of layoutmap to torchrun's error file.
 
     torchrun then prints the error as the root cause in its last lines, and otherwise only a link. Other errors and
     other launchers are not affected.

@@ -180,7 +180,7 @@ class _PatchUse(ClosingContext):
 
 @contextmanager
 def set_temporarily(owner: object, name: str, value: object) -> Generator[None]:
-    """Set an attribute of an object of this library, such as a thread-local one, until the block ends.
+    """Set an attribute of an object of layoutmap, such as a thread-local one, until the block ends.
 
     Example:
         >>> class Here:

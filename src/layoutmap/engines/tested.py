@@ -88,7 +88,7 @@ class ImportErrorConverter:
 
 
 def check_names_exist(package: str, *owners_and_names: tuple[object, str]) -> None:
-    """Raise an `EngineError` if the installed release of a package lacks private names that this library needs.
+    """Raise an `EngineError` if the installed release of a package lacks private names that layoutmap needs.
 
     Args:
         package: A key of `TESTED`.
@@ -117,7 +117,7 @@ def is_older_than(package: str, version: str) -> bool:
 
 
 def import_framework_module(package: str, module: str) -> ModuleType:
-    """Import a module of this library that needs a framework.
+    """Import a module of layoutmap that needs a framework.
 
     Raises:
         EngineError: The import fails, and the framework's release was not tested.

@@ -220,7 +220,10 @@ class _PlanBuilder:
         return self._replicated[rank]
 
     def _match_rules(self, variable: VariableSpec) -> Match:
-        """Return the match of a variable. If its paths match different rules, the first of these in the map wins."""
+        """Return the match of a variable.
+
+        If its paths match different rules, a rule for an exact path wins, and otherwise the first rule in the map.
+        """
         names = [path for path in variable.aliases if is_keras_rule(path)]
         matching = {path: self.layout_map.matching_rules(path) for path in _list_object_paths(variable)}
         named = [rule for name in names for rule in self.layout_map.matching_rules(name)]

@@ -183,7 +183,7 @@ def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tup
 
 
 def find_output_rule_problems(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
-    """Yield a note for each `keras:` rule that Keras would also apply to layer outputs, but this library does not."""
+    """Yield a note for each `keras:` rule that Keras would also apply to layer outputs, but layoutmap does not."""
     layers = {
         path[:at] for path in paths if is_keras_rule(path) for at, sign in enumerate(path) if sign == "/"
     }

@@ -97,7 +97,10 @@ def _format_style(styled: StyledModule) -> str:
 def _collect_placements(
     modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the source of the placements of each module without a style, and the first paths of shared tensors."""
+    """Return two dicts: the placements of modules that have no `ParallelStyle`, and the first paths of shared tensors.
+
+    The first maps the path of a module to Python code. The second maps each other path of a tensor to its first path.
+    """
     rest: dict[str, str] = {}
     shared: dict[str, str] = {}
     for module, variables in modules.items():

@@ -128,7 +128,7 @@ def find_unsupported_problems(
 def _make_problem_from_error(
     kind: str, severity: Severity, error: LayoutError, assignment: Assignment
 ) -> Problem:
-    """Return a variable's problem with the texts of an error. The rule follows the layout in the facts."""
+    """Return a variable's problem with the texts of an error. Append the matching rule to its fact `layout`."""
     facts = {name: str(value) for name, value in error.facts.items()}
     if assignment.match and assignment.match.rule:
         facts["layout"] += f"     {assignment.match.rule}"

@@ -265,7 +265,10 @@ def _can_use_bfloat16(v: VariableSpec) -> bool:
 
 
 def _count_similar_variables(plan: PlanTable) -> dict[VariableSpec, int]:
-    """Return the sizes of groups of variables that differ only in numbers, by the first variable of each group."""
+    """Return a dict from the first variable of each group of similar variables to the size of the group.
+
+    The variables of a group have equal layouts and attributes, and their paths differ only in numbers.
+    """
     first: dict[object, VariableSpec] = {}
     counts: dict[VariableSpec, int] = {}
     for a in plan.assignments:

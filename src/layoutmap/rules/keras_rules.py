@@ -99,7 +99,7 @@ def _is_keras_map(value: object) -> bool:
 
 
 def _convert_keras_mesh(device_mesh: Any) -> Mesh:
-    """Return a `keras.distribution.DeviceMesh` as this library's `Mesh`."""
+    """Return a `keras.distribution.DeviceMesh` as layoutmap's `Mesh`."""
     dims = list(zip(map(str, device_mesh.axis_names), map(int, device_mesh.shape), strict=True))
     names = [
         f"{each.platform}:{each.id}" if hasattr(each, "platform") else each

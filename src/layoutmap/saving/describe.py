@@ -205,7 +205,7 @@ def _make_problem(error: CheckpointError) -> Problem:
 
 
 def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
-    """Open a checkpoint of this library, or files of a different library, without reading values.
+    """Open a checkpoint of layoutmap, or files of a different library, without reading values.
 
     Args:
         directory: Folder of a checkpoint, or files of other libraries: see `load`.

@@ -40,7 +40,7 @@ class Fault:
 
     title: str
     uncorrected: str  # source of a program that uses only the engine
-    corrected: str  # source of the same program with this library
+    corrected: str  # source of the same program with layoutmap
 
 
 def _list_xla_faults() -> list[Fault]:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the values of this library: meshes, layouts, shapes, paths, patterns and maps.
+"""Hypothesis strategies for the values of layoutmap: meshes, layouts, shapes, paths, patterns and maps.
 
 Example:
     >>> from hypothesis import given

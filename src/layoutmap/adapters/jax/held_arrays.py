@@ -95,9 +95,8 @@ def check_state_has_all_arrays(nodes: Nodes, state: object) -> None:
                 why="flax.nnx finds arrays in lists, tuples, and dicts only if these are marked as data",
                 fix="mark the value where the attribute is assigned: nnx.data(..)",
             )
-        if isinstance(
-            node, OutputTracingHandler
-        ):  # skip this library's handler, because it is not part of the model
+        # layoutmap's own `OutputTracingHandler` is not part of the model, so skip it.
+        if isinstance(node, OutputTracingHandler):
             continue
         if id(node) not in checked and has_hidden_tracer(node):
             raise ScopeError(

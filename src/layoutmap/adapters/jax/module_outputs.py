@@ -150,7 +150,8 @@ def _make_handling_subclass(original: Any, is_pytree: bool) -> type[nnx.Module]:
     @functools.wraps(original.__call__)
     def call_with_output_handler(self: object, *args: object, **kwargs: object) -> object:
         call = functools.partial(original.__call__, self)
-        # If the user's code has created this instance of the subclass, it has no handler.
+        # Code such as `type(layer)(..)` creates further instances of this subclass. These have no handler, so call them
+        # as usual.
         output = vars(self).get(_ATTRIBUTE)
         return call(*args, **kwargs) if output is None else output.call_module(call, args, kwargs)
 

@@ -55,7 +55,10 @@ def has_assignable_slot(variable: Any) -> bool:
 
 
 def find_value_slot(variables: Sequence[object]) -> Any:
-    """Return the slot through which the values of all these Variables can be read and assigned, or None."""
+    """Return the descriptor that reads and assigns the value of each of these Variables, or None if one has none.
+
+    The descriptor is that of an entry of `__slots__`.
+    """
     if not variables or not all(map(has_assignable_slot, variables)):
         return None
     return next(vars(base)["_raw_value"] for base in type(variables[0]).__mro__ if "_raw_value" in vars(base))

@@ -400,7 +400,7 @@ class StepPrograms:
         return [place for _, place in sorted(found, key=lambda each: each[0])]
 
     def find_call_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
-        """Return the mesh of a call's arrays, as an object of this library and of JAX."""
+        """Return the mesh of a call's arrays, as an object of layoutmap and of JAX."""
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
         for name, leaf in zip(names, leaves, strict=True):
             layout = get_engine("jax").get_layout(leaf)

@@ -52,7 +52,8 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
     )
     by_variable = {id(entry.variable): entry for entry in entries}
     reduced = {id(each.slot): each for optimizer in optimizers for each in find_reduced_slots(optimizer)}
-    # A variable that was created from an array passes no tag to its slots, so match such slots by name.
+    # Keras copies a weight's `_layout` to its slots, which tells the slot's weight. A weight that was created from an
+    # array passes none, so match its slots by name.
     unknown = [
         v for v in known if id(v) in slots and id(v) not in reduced and registry.find_parent(v) is None
     ]

@@ -1,4 +1,4 @@
-"""Convert Keras initializers to initializers of this library.
+"""Convert Keras initializers to initializers of layoutmap.
 
 Keras draws an initializer's seed as an integer when the initializer is *constructed*, so deferring the call changes
 no value. If the seed is a generator, Keras draws from it when it creates the variable: see
@@ -33,7 +33,7 @@ def explain_global_init(initializer: object, global_init_reasons: Mapping[str, s
 def convert_initializer(
     initializer: Any, shape: tuple[int, ...], dtype: str, unshard: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
-    """Return this library's initializer with the values of Keras's. `unshard` makes a drawn seed unsharded."""
+    """Return layoutmap's initializer with the values of Keras's. `unshard` makes a drawn seed unsharded."""
     if not _is_keras_initializer(initializer):
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())

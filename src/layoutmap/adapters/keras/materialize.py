@@ -136,7 +136,7 @@ class Materializer:
         self._session.registry.set_layout(variable, layout, tag)
 
     def _convert_initializer(self, variable: keras.Variable) -> Initializer:
-        """Return this library's initializer for the Keras initializer of a variable."""
+        """Return layoutmap's initializer for the Keras initializer of a variable."""
         shape, dtype = tuple(variable.shape), keras.backend.standardize_dtype(variable._dtype)
         if self._session.context.spans_processes and is_seed_state(variable):
             return make_seed_initializer(variable._initializer, shape, dtype)

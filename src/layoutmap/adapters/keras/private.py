@@ -68,7 +68,7 @@ Layer: Any = keras.layers.Layer
 global_state: Any = keras_state
 H5IOStore: Any = KerasStore
 
-# Keras replaces errors without this attribute by an error with their text, so set it on this library's errors.
+# Keras replaces errors without this attribute by an error with their text, so set it on layoutmap's errors.
 LayoutMapError._keras_call_info_injected = True  # type: ignore[attr-defined]
 
 
@@ -233,7 +233,7 @@ class _CallAfterStatelessScope:
         try:
             self.function()
         except BaseException:
-            # Keras clears its list of pending objects only on success, so remove this library's objects.
+            # Keras clears its list of pending objects only on success, so remove layoutmap's objects.
             left = [
                 v
                 for v in global_state.get_global_attribute(_PENDING_LIST)

@@ -102,7 +102,7 @@ class KerasSession(Protocol):
 
 # Each backend stores variables differently, so other code accesses them only through this class (decisions/0171).
 class Backend(ABC):
-    """Adapt this library to one backend of Keras. Methods with a body here are the defaults."""
+    """Adapt layoutmap to one backend of Keras. Methods with a body here are the defaults."""
 
     engine_name: ClassVar[str]
     # Why an initializer must compute the global value on one device, by the name of its class.

@@ -143,7 +143,11 @@ class Session(KerasSession):
 
     @contextmanager
     def advance_or_restore_seed(self, generator: Any) -> Iterator[None]:
-        """Draw earlier variables' seeds before the block draws one. In a plan, undo the block's draw instead."""
+        """Let the block draw a seed from Keras's generator in the order of unsharded Keras.
+
+        For this, first draw the seeds of variables that were created earlier. In a plan, restore the generator's state
+        after the block instead.
+        """
         if private.in_stateless_scope():
             yield
         elif self.context.plan_only:

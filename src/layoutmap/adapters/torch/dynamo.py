@@ -53,7 +53,7 @@ def call_with_compiler(compiler: Any, function: Callable[[Any], R], argument: ob
 def needs_full_graph(compiler: object) -> bool:
     """Return whether a compiler that `stop_compiling` returned was created with `fullgraph=True`."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
-        # Dynamo's callbacks wrap each other, so unwrap them until one is for a full graph.
+        # Dynamo's callbacks wrap each other. With `fullgraph=True`, one is a `ConvertFrameAssert`, so search for it.
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
     return bool(compiler)
 

@@ -79,7 +79,7 @@ def get_training(model: torch.nn.Module) -> TrainingSettings:
 
 def call_model(model: torch.nn.Module, batch: object) -> Any:
     """Return a model's output for the inputs of a batch, which are one tensor, a sequence, or a mapping by name."""
-    inputs = batch[0] if is_sequence(batch) else batch  # a batch that is no sequence has no targets
+    inputs = batch[0] if is_sequence(batch) else batch  # a batch that is not a sequence has no targets
     tensors = _convert_arrays_to_tensors(inputs, _find_model_device(model))
     if isinstance(tensors, dict):
         return model(**tensors)

@@ -51,7 +51,7 @@ def load_export_writer(name: str) -> Callable[..., None]:
 
 # Files may be malicious, so they are read without their frameworks, and pickled models are refused (decisions/0085).
 def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
-    """Open a checkpoint of this library, or files of a different library in one of the supported formats.
+    """Open a checkpoint of layoutmap, or files of a different library in one of the supported formats.
 
     Args:
         path: The directory of a checkpoint, which may be the URL of an object store; the folder of one of its steps; a

@@ -22,8 +22,7 @@ class StepCounts:
     collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
     flops: Mapping[str, int] = field(default_factory=dict[str, int])  # FLOPs by element type
     traffic: int = 0
-    # peak bytes without the arguments, by layer, phase, and the index of the order of operations in
-    # `compute_both_memories`
+    # peak bytes without the arguments, by order, layer, and phase; order 0 computes weight gradients last, and 1 first
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
     # bytes at each peak, by the key of the peak and a description of tensors; empty unless requested
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])

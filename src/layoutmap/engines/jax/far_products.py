@@ -345,7 +345,7 @@ class _ProductLayouts:
         return None
 
     def _iterate_summed_dim_pairs(self) -> Iterator[tuple[set[DimPart], set[DimPart]]]:
-        """Yield pairs of the mesh dims that shard summed axes: of the first operand, and of the second operand.
+        """Yield pairs of sets: the mesh dims that shard summed axes of the first operand, and those of the second.
 
         The first pair is for all summed axes together, and the others are for one axis each.
         """

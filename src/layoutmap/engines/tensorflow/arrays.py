@@ -45,7 +45,7 @@ default_mesh_lock = threading.RLock()
 """The lock for setting DTensor's default mesh, which DTensor also sets when it creates a variable or relayouts."""
 
 _lock = threading.Lock()
-# By DTensor mesh, the mesh of this library that was first converted to it: a mesh with and without devices become one
+# By DTensor mesh, the mesh of layoutmap that was first converted to it: a mesh with and without devices become one
 # DTensor mesh. The keys are texts, because DTensor creates an object for each layout. A tensor's attribute `_MADE_IN`
 # takes precedence.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()

@@ -65,7 +65,7 @@ with ImportErrorConverter("tensorflow"):
     from tensorflow.python.autograph.core import config as autograph_config
     from tensorflow.python.autograph.core.config import DoNotConvert
 
-# Autograph fails on some Python syntax and would show this library's frames, so exclude this library. The rule stays
+# Autograph fails on some Python syntax and would show layoutmap's frames, so exclude layoutmap. The rule stays
 # for the whole process, because it covers no other functions.
 autograph_config.CONVERSION_RULES = (DoNotConvert("layoutmap"), *autograph_config.CONVERSION_RULES)
 

@@ -59,7 +59,10 @@ class PiecewiseInitializer:
         self.why_global = self._explain_no_pieces()
 
     def compute_blocks(self, seed: object, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
-        """Compute values piece by piece, and return the block at each of `indices`, by the ends of its slices."""
+        """Compute values piece by piece. Return a dict with the block at each of `indices`.
+
+        The keys are the starts and stops of the slices of an index.
+        """
         (output,) = self.outputs
         shape: tuple[Any, ...] = tuple(output.shape)
         evaluation = _SeedEvaluation(self, seed)

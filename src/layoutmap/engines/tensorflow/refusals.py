@@ -113,7 +113,7 @@ def _wrap_status_conversion(
 
 
 def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
-    """Wrap TensorFlow's execution of an operation so that it raises refusals as errors of this library."""
+    """Wrap TensorFlow's execution of an operation so that it raises refusals as errors of layoutmap."""
 
     @functools.wraps(original)
     def execute_and_convert_refusals(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.engines.patches import Patch
 
 meshes: set[DeviceMesh] = set()
-"""The device meshes of this library's tensors."""
+"""The device meshes of layoutmap's tensors."""
 _installed: list[Patch] = []
 _restore_callbacks = ExitStack()
 _keepers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -71,14 +71,14 @@ def _restore_if_unused(phase: str, info: Mapping[str, int]) -> None:
 
 
 def _has_users_of_patches() -> bool:
-    """Return whether a thread runs code of this library, or a tensor on one of its meshes exists."""
+    """Return whether a thread runs code of layoutmap, or a tensor on one of its meshes exists."""
     return any(map(_is_running_layoutmap, sys._current_frames().values())) or any(  # pyright: ignore[reportPrivateUsage]
         issubclass(type(each), DTensor) and each.device_mesh in meshes for each in gc.get_objects()
     )
 
 
 def _is_running_layoutmap(frame: types.FrameType | None) -> bool:
-    """Return whether a frame or one of its callers is code of this library that may use torch."""
+    """Return whether a frame or one of its callers is code of layoutmap that may use torch."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_PATCHED_PACKAGES) and name != __name__:

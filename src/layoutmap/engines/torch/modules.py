@@ -19,7 +19,7 @@ check_names_exist(
 )
 
 
-_IS_OWN = "_layoutmap_own"  # attribute of this library's hooks
+_IS_OWN = "_layoutmap_own"  # attribute of layoutmap's hooks
 
 
 def get_parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -52,7 +52,7 @@ def list_gradient_hooks_of_others(tensor: torch.Tensor) -> tuple[list[object], l
 
 
 def has_hooks_of_others(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's gradient has hooks that are not this library's."""
+    """Return whether a tensor's gradient has hooks that are not layoutmap's."""
     return any(list_gradient_hooks_of_others(tensor))
 
 

@@ -37,7 +37,7 @@ from layoutmap.engines.patches import set_temporarily
 
 
 class JaxBackend(Backend):
-    """Adapt this library to Keras on JAX (see `layoutmap.adapters.keras.protocol`)."""
+    """Adapt layoutmap to Keras on JAX (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "jax"
     compiler_chooses_layouts = True

@@ -57,7 +57,7 @@ LossesAndGradients = tuple[dict[str, Any], list[Any]]
 
 
 class TensorFlowBackend(Backend):
-    """Adapt this library to Keras on TensorFlow (see `layoutmap.adapters.keras.protocol`)."""
+    """Adapt layoutmap to Keras on TensorFlow (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "tensorflow"
     make_unsharded_tensor = staticmethod(tf.constant)

@@ -144,7 +144,10 @@ def _warn_of_gathering(description: str, operation_facts: dict[str, str], sessio
 
 
 def _find_needed_gathering_level(graph: tf.Graph) -> tuple[GatheringLevel, str]:
-    """Return the lowest gathering level with correct results, and the operation that needs it."""
+    """Return how much a graph must gather for DTensor to compute it correctly, and the type of the operation.
+
+    The type is that of an operation that needs the level, or an empty text if nothing more must be gathered.
+    """
     # DTensor computes slices with negative strides, and concatenations along negative axes, incorrectly. Map the type
     # of each operation to the position of the input with its strides or its axis.
     negative = {"StridedSlice": 3, "ConcatV2": -1}

@@ -58,7 +58,7 @@ LossesAndGradients = tuple[dict[str, Any], list[object]]
 
 # torch cannot mix DTensors and unsharded tensors, so the outermost call converts both ways (decisions/0018).
 class TorchBackend(Backend):
-    """Adapt this library to Keras on torch (see `layoutmap.adapters.keras.protocol`)."""
+    """Adapt layoutmap to Keras on torch (see `layoutmap.adapters.keras.protocol`)."""
 
     engine_name = "torch"
     make_unsharded_tensor = staticmethod(torch.as_tensor)
@@ -148,7 +148,7 @@ class TorchBackend(Backend):
             )
 
     def make_layer_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
-        """Return wrappers of a layer's methods with which calls with unsharded tensors run on the mesh."""
+        """Return wrappers of a layer's methods, by name. They let calls with unsharded tensors run on the mesh."""
         wrappers = {
             **{name: wrap_call_on_mesh(layer, session, name) for name in CALLS},
             "_get_own_losses": wrap_own_losses(layer._get_own_losses, session),

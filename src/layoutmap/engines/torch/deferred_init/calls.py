@@ -24,7 +24,7 @@ def can_defer(tensor: torch.Tensor) -> bool:
 
 
 def count_shape_elements(shape: Any) -> float:
-    """Return the number of elements of a shape, or infinity if the value is no sequence of integers."""
+    """Return the number of elements of a shape, or infinity if the value is not a sequence of integers."""
     is_shape = is_sequence(shape) and all(type(n) is int for n in shape)
     return math.prod(shape) if is_shape else math.inf
 

@@ -141,7 +141,7 @@ class Tape:
             )
         return Recipe(self._steps, self._make_view(tensor), len(self._steps), self._piece)
 
-    # -- called by the modes
+    # -- called by the modes of interception.py
 
     def run_or_record(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
         """Record an operation if it has deferred tensors or a large result, otherwise run it. Return its result."""

@@ -22,7 +22,9 @@ _MIN_ROW_LENGTH = 64
 
 
 def count_columns(shape: Sequence[int]) -> int:
-    """Return the number of elements in a row, which spans the fewest last axes with `_MIN_ROW_LENGTH` elements.
+    """Return the number of elements in a row.
+
+    A row spans as few of the last axes as have at least `_MIN_ROW_LENGTH` elements together, or all axes.
 
     Example:
         >>> count_columns((1000, 500)), count_columns((128, 64, 3, 3))

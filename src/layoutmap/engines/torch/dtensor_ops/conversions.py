@@ -1,4 +1,4 @@
-"""Replace DTensor's `to_local`, `full_tensor`, `redistribute`, and constructors on this library's meshes.
+"""Replace DTensor's `to_local`, `full_tensor`, `redistribute`, and constructors on layoutmap's meshes.
 
 In a model's call, function modes would take the local tensors inside of torch's own methods for global tensors. These
 replacements run without modes, wait for collectives, and support simulated devices. `local_values` tracks the tensors

@@ -1,4 +1,4 @@
-"""Patch DTensor's dispatcher, so that this library decides how each operator is computed.
+"""Patch DTensor's dispatcher, so that layoutmap decides how each operator is computed.
 
 `guard` decides. The dispatcher asks about each operator once for some shapes and placements, and remembers the answer.
 """

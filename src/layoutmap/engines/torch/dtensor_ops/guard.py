@@ -130,8 +130,8 @@ def has_corrected_operators(device_mesh: DeviceMesh) -> bool:
 def _answer_operator(
     compute_by_dtensor: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
 ) -> object:
-    """Return DTensor's own answer for an operator if it is proven to be correct, or else this library's result."""
-    if mesh not in meshes:  # the DTensors are not this library's, so leave the operator to torch
+    """Return DTensor's own answer for an operator if it is proven to be correct, or else layoutmap's result."""
+    if mesh not in meshes:  # the DTensors are not layoutmap's, so leave the operator to torch
         return compute_by_dtensor()
     if has_shard((args, kwargs)):  # the function mode also refuses shards, but may not be active
         raise make_shard_error(
@@ -192,7 +192,7 @@ def _compute_operator(
     if position < len(args) and args[position] is not None and args[position] < 0:
         rank = args[0].ndim if position == 1 else len(args[1])
         return op(*args[:position], args[position] % max(rank, 1), *args[position + 1 :], **kwargs)
-    # DTensor may use the mask of one lookup for another lookup, so use this library's lookup.
+    # DTensor may use the mask of one lookup for another lookup, so use layoutmap's lookup.
     if name == "embedding" and is_axis_sharded(args[0], 0):
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _list_dtensors((args, kwargs))

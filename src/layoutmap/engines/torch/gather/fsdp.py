@@ -140,7 +140,9 @@ class _ReduceScatter(AutogradFunction):
     @staticmethod
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: DTensor) -> object:
-        groups: dict[tuple[torch.dtype, ...], list[int]] = {}  # all processes need this order of collectives
+        # A dict keeps the order of insertion, so all processes start the collectives of groups in the same order, and
+        # none waits forever.
+        groups: dict[tuple[torch.dtype, ...], list[int]] = {}
         for number, each in enumerate(upstream):
             if each is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 groups.setdefault((ctx.dtypes[number], each.dtype), []).append(number)

@@ -107,7 +107,11 @@ class GradientReducer:
 
 
 class _BackwardPass:
-    """Gradients that a backward pass still has to reduce. If it fails, earlier gradients are restored."""
+    """The new gradients of one backward pass, which are reduced at its end.
+
+    Existing gradients are set aside until the new ones are reduced, and then both are added. If the pass fails, the
+    existing gradients are restored.
+    """
 
     def __init__(self) -> None:
         self._earlier: dict[int, tuple[DTensor, torch.Tensor]] = {}

@@ -257,7 +257,10 @@ def _fill_names(expression: str, values: Mapping[str, str]) -> str:
 
 
 def _set_contents_sizes(contents: Contents, features: int, width: int) -> Contents:
-    """Return the contents of a linear layer or an embedding, with these input and output sizes."""
+    """Return the contents of a linear layer or an embedding, with these input and output sizes.
+
+    The sizes are filled into the expression of the layer, or are the shape of each of its weights.
+    """
     if isinstance(contents, str):
         return _fill_names(contents, {"features": str(features), "width": str(width)})
     return dict.fromkeys(contents, (features, width))
