@@ -261,7 +261,7 @@ def test_a_compiler_that_is_installed_and_fails_leaves_an_estimate(monkeypatch, 
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.warns(LayoutMapWarning, match=r"(?s)installed, and failed.*estimate.*verify=False"):
+    with pytest.warns(LayoutMapWarning, match=r"(?s)compiler for .h100. failed.*estimate.*verify=False"):
         plan = plan_of(rules, on="h100", verify=None)
     assert "an estimate by XLA's partitioner" == plan.cost.known_by
     assert plan.cost == plan_of(rules, on="h100").cost
