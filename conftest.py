@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
@@ -26,6 +27,9 @@ from hypothesis import settings
 
 RUNNING = os.environ.get("LAYOUTMAP_TEST_PROCESS", "")
 NUM_DEVICES = 8
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Background jobs of a shell ignore Ctrl-C, and tests of interrupts raise it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["shared_queue"] if os.environ.get("LAYOUTMAP_TEST_QUEUE") else []
 
 # The contracts ship with the package; their assertions are to say what they compared, as those of tests do.
