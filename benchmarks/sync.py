@@ -8,8 +8,9 @@ Each pair has 24 float32 arrays of drawn sizes in drawn layouts on a drawn mesh 
 methods take turns, and each has run once before. "x" is the seconds of `lm.plan_sync` divided by those of the faster
 other method. "cpu x" divides the seconds of all threads instead, which other programs change less. "sent" is the
 bytes that devices send each other: those of the sync are counted in the tests, those of `jit` in the compiled
-program, and those of gathered weights are (devices - 1) times all weights. `device_put` compiles a program for each
-array, of which no bytes are counted; `jit` is one program with `out_shardings`.
+program, and those of gathered weights are (devices - 1) times all weights. `jit` is one program with `out_shardings`.
+JAX chooses how `device_put` moves arrays, so its bytes are not counted. "blocks" is a sync that sends each block
+by a permute, as between different devices, in place of all-gathers and all-to-alls. It does not count for "x".
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
-from measure import make_parser, run_process_group, run_rounds, time_call
+from measure import describe_ratios, make_parser, run_process_group, run_rounds, time_call
 
 NUM_ARRAYS, NUM_RANKS = 24, 4
 COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-to-all|collective-permute|all-reduce)\((.*)")
@@ -60,6 +62,7 @@ def measure_jax(seed: int, mib: float, rounds: int) -> dict[str, Any]:
 
     import layoutmap as lm
     from layoutmap.engines import get_engine
+    from layoutmap.engines.jax import moving
 
     engine = get_engine("jax")
     shapes, layouts, is_cast = draw_pair(seed, mib, ["x=2,y=4", "x=4,y=2", "x=8", "x=2,y=2,z=2"])
@@ -70,7 +73,9 @@ def measure_jax(seed: int, mib: float, rounds: int) -> dict[str, Any]:
         trainer[f"w{n}"] = engine.relayout(values, layouts[0][n])
         sampler[f"w{n}"] = engine.relayout(jnp.zeros(shape, dtype), layouts[1][n])
     shardings = jax.tree.map(lambda array: array.sharding, sampler)
-    sync = lm.plan_sync(trainer, sampler)
+    sync, blocks = lm.plan_sync(trainer, sampler), lm.plan_sync(trainer, sampler)
+    with patch.object(moving, "find_collective_steps", return_value=None):
+        jax.block_until_ready(blocks())  # the first call compiles
     cast = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree))
     moved = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree), out_shardings=shardings)
     text = moved.lower(trainer).compile().as_text() or ""
@@ -78,6 +83,7 @@ def measure_jax(seed: int, mib: float, rounds: int) -> dict[str, Any]:
         "sync": sync,
         "device_put": lambda: jax.device_put(cast(trainer), shardings),
         "jit": lambda: moved(trainer),
+        "blocks": blocks,
     }
     for method in methods.values():
         jax.block_until_ready(method())
@@ -183,14 +189,18 @@ def print_results(engine: str, results: list[dict[str, Any]]) -> None:
         seconds = "  ".join(f"{name} {value:.3f} s" for name, value in each["seconds"].items())
         sent = "  ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in each["sent"].items())
         print(f"  {seconds}   {sent}   x {ratio:.2f}")
-    print(f"  x median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
+    print(describe_ratios("  x", ratios))
     if ratios := [compute_ratio(each["cpu"]) for each in results if "cpu" in each]:
-        print(f"  cpu x median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
+        print(describe_ratios("  cpu x", ratios))
+    for name in results[0]["seconds"]:
+        if name != "sync":
+            alone = [each["seconds"]["sync"] / each["seconds"][name] for each in results]
+            print(describe_ratios(f"  sync / {name}", alone))
 
 
 def compute_ratio(seconds: dict[str, float]) -> float:
     """Return the seconds of a sync divided by those of the faster other method."""
-    return seconds["sync"] / min(each for name, each in seconds.items() if name != "sync")
+    return seconds["sync"] / min(each for name, each in seconds.items() if name not in ("sync", "blocks"))
 
 
 def main() -> None:

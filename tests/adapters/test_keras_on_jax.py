@@ -162,7 +162,8 @@ def test_a_call_on_another_mesh_is_refused(name):
         "  why       JAX cannot combine arrays of different meshes, and a layout map needs axes of type Auto"
         == why
     )
-    assert "  fix       unset that mesh: with jax.set_mesh(None): model(x); fit, " in fix
+    call = "with jax.set_mesh(None): model(x)"
+    assert f"  fix       unset that mesh: {call}; fit, evaluate, and predict do so themselves" == fix
 
 
 def test_without_compilation_first_weights_are_the_same():

@@ -145,8 +145,8 @@ def test_the_model_of_the_issue(gate, tmp_path):
         "layoutmap: gate_models:make: the plan is incomplete: Net: 2 layers have no weights yet: up, down\n"
         in err
     )
-    fix = 'describe its inputs, as in --inputs "float32[8,128]"; or accept the incomplete plan: --partial'
-    assert f"\n  fix   {fix}\n" in err
+    fix = 'describe its inputs, as in --inputs "float32[8,128]", or "int32[8,128]" for tokens; or accept'
+    assert f"\n  fix   {fix} the incomplete plan: --partial\n" in err
     older = {"format": "layoutmap plan", "version": 1, "mesh": {"dims": {"batch": 2, "model": 4}}}
     (tmp_path / "golden.json").write_text(
         json.dumps(older | {"variables": [], "activations": [], "problems": []})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layoutmap.core.blocks import get_slice_ends
-from layoutmap.core.collective_steps import find_collective_steps
+from layoutmap.core.collective_steps import SliceStep, find_collective_steps
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.pieces import find_block_transfers
@@ -19,8 +19,8 @@ def take_steps(shards, steps):
     """The shards after these steps, and the number of elements that devices got from others."""
     received = 0
     for step in steps:
-        if step.grown_axis is None:
-            axis, stops = step.shrunk_axis, np.add(step.starts, step.size)
+        if isinstance(step, SliceStep):
+            axis, stops = step.axis, np.add(step.starts, step.size)
             shards = [
                 np.take(shard, range(start, stop), axis)
                 for shard, start, stop in zip(shards, step.starts, stops, strict=True)
@@ -30,10 +30,10 @@ def take_steps(shards, steps):
         for group in step.groups:
             for position, device in enumerate(group):
                 parts = [shards[other] for other in group]
-                if step.shrunk_axis is not None:
-                    parts = [np.split(part, len(group), step.shrunk_axis)[position] for part in parts]
+                if step.split_axis is not None:
+                    parts = [np.split(part, len(group), step.split_axis)[position] for part in parts]
                 received += sum(part.size for n, part in enumerate(parts) if n != position)
-                new[device] = np.concatenate(parts, step.grown_axis)
+                new[device] = np.concatenate(parts, step.joined_axis)
         shards = new
     return shards, received
 
@@ -60,8 +60,8 @@ def test_drawn_layouts_are_reached_by_sending_what_is_missing():
         assert missing == received, seed
         for shard, index in zip(shards, wanted, strict=True):
             np.testing.assert_array_equal(values[index], shard, str(seed))
-        kinds |= {(step.grown_axis is not None, step.shrunk_axis is not None) for step in steps}
-    assert {"pieces", (False, True), (True, False), (True, True)} == kinds
+        kinds |= {"slice" if isinstance(step, SliceStep) else step.split_axis is None for step in steps}
+    assert {"pieces", "slice", True, False} == kinds  # True: an all-gather, False: an all-to-all
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ OLD_NAMES = [
     (PlanTable, "with_cost", "add_cost"),
     (PlanTable, "judged", "set_limits"),
     (Problem, "of_model", "add_model_name"),
+    (lm.Plan, "of", "from_table"),
     (Rules, "name_of", "format_name"),
     (presets, "names", "list_presets"),
     (presets, "about", "describe_preset"),

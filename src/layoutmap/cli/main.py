@@ -16,6 +16,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import layoutmap
@@ -318,27 +319,21 @@ def _print_plan(
     `lint` is the command that shows the findings of lint, and `excluded_option` an option that advice must not name.
     """
     plan = plan.set_limits(device_memory=options.device_memory, strict=options.strict or plan.strict)
-    memory, verdict = plan.memory, plan.verdict
-    findings = plan.lint(options.batch_dim)
+    memory, findings = plan.memory, plan.lint(options.batch_dim)
+    verdict = replace(plan.verdict, num_findings=len(merge_problems(findings.problems)))
     explained = None if options.step is None else read_step_file(options.step)
     texts = {"--json": plan.to_json, "--html": lambda: plan.to_html(options.batch_dim, explained=explained)}
     out = write_texts({path: texts[option]() for option, path in files.items()})
     width = get_width(out, options.wide)
-    count = format_count(len(merge_problems(findings.problems)), "finding")
-    headline = verdict.headline.replace(
-        "no problems", f"no problems, {count} of lint" if findings else "no problems"
-    )
-    rest = f"{plan.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(verdict))
-    first = verdict.format_text(as_command=True, refused=excluded_option).replace(
-        verdict.headline, headline, 1
-    )
+    rest = f"{plan.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(plan.verdict))
+    first = verdict.format_text(as_command=True, refused=excluded_option)
     print_text(first + translate_to_yaml(rest), out, width)
     if findings:
         print_text(f"\nLint: {findings.summary}; to see them: {lint}", out, width)
     if plan.cost is not None:
         print_text(f"\n{plan.cost.to_text(width)}", out, width)
     # Print the verdict again at the end, because the first line may have scrolled out of view.
-    print_text(f"\nVerdict: {headline}", out, width)
+    print_text(f"\nVerdict: {verdict.headline}", out, width)
     return SUCCESS if verdict.passes else PROBLEMS
 
 

@@ -184,9 +184,7 @@ def require_complete(plan: Plan, name: str, options: Any) -> Plan:
     elif options.inputs:
         fix = "name --inputs that reach these layers, or remove layers that the model never calls"
     else:
-        # An embedding takes integers, and the example must not fail in the first layer.
-        dtype = "int32" if "embed" in missing.what.lower() else "float32"
-        fix = f'describe its inputs, as in --inputs "{dtype}[8,128]"'
+        fix = 'describe its inputs, as in --inputs "float32[8,128]", or "int32[8,128]" for tokens'
     raise LayoutMapError(
         f"{name}: the plan is incomplete: {missing.what}",
         why=missing.why,

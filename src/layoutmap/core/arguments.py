@@ -31,7 +31,7 @@ def as_int(value: Any) -> int | None:
         return None
 
 
-def as_builtin_str(text: str) -> str:
+def convert_to_builtin_str(text: str) -> str:
     """Convert a text of a subclass of str, such as numpy's, to Python's str, which YAML and JSON can write."""
     return str.__str__(text)
 

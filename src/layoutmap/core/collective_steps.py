@@ -10,30 +10,44 @@ from itertools import pairwise, product
 from layoutmap.core.blocks import Ends
 
 Groups = tuple[tuple[int, ...], ...]
-"""Groups of devices that exchange values, in the order of their parts. Sizes are equal; each device is in one."""
+"""Groups of devices, each in the order of its parts. All groups have one size, and each device is in one of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveStep:
-    """Describe a slice, all-gather, or all-to-all that all devices execute together, as a part of a change of layout.
+class SliceStep:
+    """Describe a step in which each device keeps a part of its block, without sending anything.
 
     Args:
-        grown_axis: The axis along which received parts are joined; `None`: nothing is sent.
-        shrunk_axis: The axis of which each device keeps a part: its own part of what it has, or, if something is sent,
-            the part that has its position in the group. `None`: each device sends all that it has.
-        groups: The devices that send each other parts.
-        starts: The start of the part that each device keeps, if nothing is sent.
-        size: The length of this part.
+        axis: The axis that is sliced.
+        starts: The start of the part that each device keeps, in its block.
+        size: The length of the part.
     """
 
-    grown_axis: int | None = None
-    shrunk_axis: int | None = None
-    groups: Groups = ()
-    starts: tuple[int, ...] = ()
-    size: int = 0
+    axis: int
+    starts: tuple[int, ...]
+    size: int
 
 
-# An all-gather takes a quarter of the time of permutes that send the same blocks, so prefer it (decisions/0240).
+@dataclass(frozen=True, slots=True)
+class ExchangeStep:
+    """Describe an all-gather or an all-to-all of the devices of each group.
+
+    Args:
+        joined_axis: The axis along which a device joins the parts that it gets.
+        split_axis: The axis along which each device splits its block, one part for each device of its group. `None`:
+            an all-gather, in which each device sends its whole block.
+        groups: The groups of devices.
+    """
+
+    joined_axis: int
+    split_axis: int | None
+    groups: Groups
+
+
+CollectiveStep = SliceStep | ExchangeStep
+
+
+# Collectives of groups are faster than permutes that send the same blocks, so prefer them (decisions/0240).
 def find_collective_steps(
     stored: Sequence[Ends], wanted: Sequence[Ends], num_missing: int
 ) -> tuple[CollectiveStep, ...] | None:
@@ -47,7 +61,7 @@ def find_collective_steps(
     Example:
         >>> halves, whole = [((0, 2),), ((2, 4),)], [((0, 4),), ((0, 4),)]
         >>> find_collective_steps(halves, whole, 4)
-        (CollectiveStep(grown_axis=0, shrunk_axis=None, groups=((0, 1),), starts=(), size=0),)
+        (ExchangeStep(joined_axis=0, split_axis=None, groups=((0, 1),)),)
     """
     grown, shrunk = list[int](), list[int]()
     for axis in range(len(stored[0])):
@@ -94,7 +108,7 @@ def _iterate_steps(
         if exchanged is None or axis != exchanged[1]:
             starts = tuple(want[axis][0] - have[axis][0] for have, want in zip(blocks, wanted, strict=True))
             blocks = replace_spans([axis])
-            yield CollectiveStep(shrunk_axis=axis, starts=starts, size=_compute_length(blocks[0][axis])), 0
+            yield SliceStep(axis, starts, _compute_length(blocks[0][axis])), 0
     if exchanged is not None:
         axis, split_axis = exchanged
         groups = _group_devices(replace_spans([axis]), blocks, axis)
@@ -103,7 +117,7 @@ def _iterate_steps(
             return
         num_elements, size = _count_elements(blocks), len(groups[0])
         blocks = replace_spans([axis, split_axis])
-        yield CollectiveStep(axis, split_axis, groups), num_elements * (size - 1) // size
+        yield ExchangeStep(axis, split_axis, groups), num_elements * (size - 1) // size
     for axis in grown:
         if exchanged is None or axis != exchanged[0]:
             groups = _group_devices(replace_spans([axis]), blocks, axis)
@@ -112,7 +126,7 @@ def _iterate_steps(
                 return
             num_elements, size = _count_elements(blocks), len(groups[0])
             blocks = replace_spans([axis])
-            yield CollectiveStep(axis, None, groups), num_elements * (size - 1)
+            yield ExchangeStep(axis, None, groups), num_elements * (size - 1)
 
 
 def _group_devices(results: Sequence[Ends], blocks: Sequence[Ends], axis: int) -> Groups | None:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_builtin_str, as_int, check_name_is_encodable, describe_type
+from layoutmap.core.arguments import as_int, check_name_is_encodable, convert_to_builtin_str, describe_type
 from layoutmap.core.errors import LayoutMapError, MeshError, ScopeError, shorten_repr
 from layoutmap.core.mesh_devices import (
     check_mesh_devices,
@@ -101,7 +101,7 @@ class Mesh:
         local = validate_local_device_ids(local_device_ids, names, dims, size)
         object.__setattr__(self, "devices", names)
         object.__setattr__(self, "mesh_dims", dims)
-        object.__setattr__(self, "name", as_builtin_str(mesh_name))
+        object.__setattr__(self, "name", convert_to_builtin_str(mesh_name))
         object.__setattr__(self, "local_device_ids", local)
 
     @property

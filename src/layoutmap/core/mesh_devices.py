@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_builtin_str, as_int, check_name_is_encodable, describe_type
+from layoutmap.core.arguments import as_int, check_name_is_encodable, convert_to_builtin_str, describe_type
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh_dims import MeshDimension
 
@@ -55,7 +55,7 @@ def validate_device_names(devices: Iterable[str], dims: tuple[MeshDimension, ...
                 why=f"it is {describe_type(name)}; a mesh holds the names of devices, such as CPU:0",
                 fix=fix,
             )
-    return tuple(as_builtin_str(name).removeprefix(tf_format.LOCAL_DEVICE) for name in names)
+    return tuple(convert_to_builtin_str(name).removeprefix(tf_format.LOCAL_DEVICE) for name in names)
 
 
 def check_mesh_devices(devices: tuple[str, ...] | None, dims: tuple[MeshDimension, ...], size: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_builtin_str, as_int, check_name_is_encodable, describe_type
+from layoutmap.core.arguments import as_int, check_name_is_encodable, convert_to_builtin_str, describe_type
 from layoutmap.core.errors import MeshError, shorten_repr
 
 UNSHARDED = "unsharded"
@@ -114,7 +114,7 @@ def _convert_to_mesh_dimension(entry: Any) -> MeshDimension:
         why = "its size has more than 63 bits"
     if why:
         raise MeshError(f"mesh dim {shorten_repr(entry)} cannot be read", why=why, fix=_FIX_DIMS)  # pyright: ignore[reportUnknownArgumentType]
-    return MeshDimension(as_builtin_str(pair[0]), operator.index(pair[1]), axis_type)
+    return MeshDimension(convert_to_builtin_str(pair[0]), operator.index(pair[1]), axis_type)
 
 
 def check_dims(dims: tuple[MeshDimension, ...]) -> None:

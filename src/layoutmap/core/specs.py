@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from layoutmap.core import tf_format
-from layoutmap.core.arguments import as_builtin_str, describe_type
+from layoutmap.core.arguments import convert_to_builtin_str, describe_type
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 
@@ -113,10 +113,10 @@ def _normalize_spec(spec: Any, mesh: Mesh) -> ShardingSpec:
     if spec is None:
         return UNSHARDED
     if isinstance(spec, str):
-        return as_builtin_str(spec)
+        return convert_to_builtin_str(spec)
     names: tuple[Any, ...] = tuple(spec) if isinstance(spec, (tuple, list)) else (None,)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if all(isinstance(dim, str) for dim in names):
-        names = tuple(map(as_builtin_str, names))
+        names = tuple(map(convert_to_builtin_str, names))
         return make_spec(names)
     raise LayoutError(
         f"sharding spec {spec!r} cannot be read",

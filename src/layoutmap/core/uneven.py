@@ -31,7 +31,7 @@ UnevenSetting = Uneven | tuple[Uneven, ...]
 """A policy, or a tuple of `"pad"` and the policy for variables that cannot be padded."""
 
 Axes = tuple[tuple[int, ...], ...]
-"""For each axis of a derived variable, the parent axes that it joins, major to minor; `()` if it joins none."""
+"""Parent axes of each axis of a derived variable, major to minor. An axis that joins no parent axes has `()`."""
 
 
 def validate_uneven(value: object, where: str) -> UnevenSetting:

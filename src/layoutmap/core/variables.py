@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """How a layer uses the axes of a weight: which are summed over, and which become axes of the output.
+    """Describe the axes of a weight by their use in a layer, as summed axes or as axes of the output.
 
     Args:
         roles: The role of each axis. `"in.0"`, `"in.1"`, ...: the layer sums over it. `"out.0"`, ...: it becomes an

@@ -269,7 +269,7 @@ class Cost:
 
     @property
     def known_by(self) -> str:
-        """How the cost is known: from an estimate, XLA's partitioner, or XLA's compiler."""
+        """The source of the cost: an estimate, XLA's partitioner, or XLA's compiler."""
         beside = f", beside what XLA compiles for {self.verified.target}" if self.verified else ""
         return f"{self.step.known_by}{beside}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import warnings
@@ -27,7 +26,7 @@ from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import guess_batch_dim
 from layoutmap.plan.output_rules import OutputRanks
 from layoutmap.plan.problems import Problem, sort_problems
-from layoutmap.plan.variable_problems import find_free_activation_problems
+from layoutmap.plan.variable_problems import find_free_activation_problem
 from layoutmap.plan.variants import PlanVariant, find_preset_of_rules
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
@@ -256,15 +255,10 @@ class _ModelCounter:
         machine = Machine(self._request.machine.device, policy.mesh.size)
         if plan.free_activations and not policy.activations:
             # The step shows the ranks of outputs and the batch dim, so write the fix of an earlier warning again.
-            others = [problem for problem in plan.problems if problem.kind != "no activations"]
-            over = [False, True][: 1 + (dim is not None)]
-            found = (
-                find_free_activation_problems(plan.assignments, plan.layers, dim, over_batch_dim=each)
-                for each in over
-            )
-            plan = replace(
-                plan, problems=sort_problems([*others, *itertools.islice(itertools.chain(*found), 1)])
-            )
+            problems = [problem for problem in plan.problems if problem.kind != "no activations"]
+            found = find_free_activation_problem(plan.assignments, plan.layers, dim, checks_batch_dim=True)
+            problems += [found] if found else []
+            plan = replace(plan, problems=sort_problems(problems))
         cost = Cost(step_cost, machine, batch_dim=dim, verified=verified)
         return plan.add_cost(cost).set_limits(device_memory=self._request.device_memory)
 

@@ -110,7 +110,7 @@ def convert_json_values(data: dict[str, Any], target_type: Any, where: str) -> d
 
 
 def _make_conversion_error(what: str, where: str, value: Any) -> PlanError:
-    """Return, but do not raise, the plan error for a value that msgspec refused with the message `what`."""
+    """Return the error to raise for a value that msgspec refused. `what` is the message of msgspec."""
     field = re.search("field `(.*)`", what)
     if field and "missing" in what:
         return make_file_error(f"{where} has no {field[1]!r}", "this field is required")

@@ -38,7 +38,7 @@ from layoutmap.plan.rule_problems import (
 from layoutmap.plan.slots import is_sharded_by_zero, make_zero_note
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.variable_problems import (
-    find_free_activation_problems,
+    find_free_activation_problem,
     find_several_dims_problems,
     find_unsupported_problems,
     find_variable_problems,
@@ -127,10 +127,12 @@ def make_plan_table(
     if layers is not None:
         ranks = OutputRanks(dict.fromkeys(layers) if isinstance(layers, Sequence) else layers)
     if complete and free_activations and not laid_out:
-        problems += find_free_activation_problems(assignments, ranks, batch_dim)
+        problem = find_free_activation_problem(assignments, ranks, batch_dim)
+        problems += [problem] if problem else []
     problems += find_unsupported_problems(unsupported, assignments)
-    plan = PlanTable(mesh, tuple(assignments), sort_problems(problems), laid_out, free_activations)
-    plan = replace(plan, layers=ranks)
+    plan = PlanTable(
+        mesh, tuple(assignments), sort_problems(problems), laid_out, free_activations, layers=ranks
+    )
     return replace(plan, problems=tuple(add_suggested_rules_to_fixes(plan)))
 
 

@@ -194,51 +194,57 @@ def find_several_dims_problems(match: Match, layout: Layout) -> Iterator[Problem
             )
 
 
-def find_free_activation_problems(
+def find_free_activation_problem(
     assignments: Sequence[Assignment],
     ranks: OutputRanks | None,
     batch_dim: BatchDim | None = None,
     *,
-    over_batch_dim: bool = False,
-) -> Iterator[Problem]:
-    """Yield a problem if weights are sharded so that activations need rules, for a plan without activation rules.
+    checks_batch_dim: bool = False,
+) -> Problem | None:
+    """Return the problem if weights are sharded so that activations need rules, for a plan without activation rules.
 
     Args:
         assignments: The weights and their layouts.
         ranks: The layers of the model; `None`: the model is a pytree, whose activations have no paths.
         batch_dim: The mesh dim over which batches are sharded; `None`: unknown.
-        over_batch_dim: Whether to look for weights that are sharded over `batch_dim`, not along two axes.
+        checks_batch_dim: Whether weights that are sharded over `batch_dim` need rules, too.
     """
+    batch_dims = {*list_batch_dims(batch_dim)} if checks_batch_dim else set[str]()
 
-    def needs_activation_rule(layout: Layout) -> bool:
-        if not over_batch_dim:
-            return sum(count > 1 for count in layout.shard_counts) > 1
-        dims = [dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)]
-        shared = [dim for dim in list_batch_dims(batch_dim) if dim in dims]
-        return layout.rank > 1 and any(layout.mesh.dim_size(dim) > 1 for dim in shared)
+    def has_two_sharded_axes(layout: Layout) -> bool:
+        return sum(count > 1 for count in layout.shard_counts) > 1
 
-    sharded = [a for a in assignments if a.variable.kind is Kind.WEIGHT and needs_activation_rule(a.layout)]
-    if sharded:
-        first = sharded[0]
-        how = (
-            f"over {format_batch_dim(batch_dim)}, as the batch is"
-            if batch_dim and over_batch_dim
-            else "along two axes"
-        )
-        # A plan cannot see constraints in the code of a pytree, so `strict` must not make an error of this.
-        lacks = (
-            "no rule is for activations"
-            if ranks is not None
-            else "a plan does not see the layouts of activations"
-        )
-        yield Problem(
+    def is_sharded_as_batch(layout: Layout) -> bool:
+        dims = {dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)}
+        return layout.rank > 1 and any(layout.mesh.dim_size(dim) > 1 for dim in dims & batch_dims)
+
+    weights = [a for a in assignments if a.variable.kind is Kind.WEIGHT]
+    sharded, how = [a for a in weights if has_two_sharded_axes(a.layout)], "along two axes"
+    if not sharded and batch_dim:
+        sharded = [a for a in weights if is_sharded_as_batch(a.layout)]
+        how = f"over {format_batch_dim(batch_dim)}, as the batch is"
+    if not sharded:
+        return None
+    first = sharded[0]
+    facts = (("layout", str(first.layout)), ("such weights", f"{len(sharded)}"))
+    fix = write_example_rule(ranks, [a.variable.path for a in sharded], first.layout.mesh, batch_dim)
+    if ranks is not None:
+        return Problem(
             "no activations",
-            "warning" if ranks is not None else "note",
+            "warning",
             first.variable.path,
-            f"{first.variable.path}: sharded {how}, and {lacks}",
-            (("layout", str(first.layout)), ("such weights", f"{len(sharded)}")),
-            "the compiler then chooses, and may send several times as many bytes in each step"
-            if ranks is not None
-            else "without a constraint in the code the compiler chooses, and may send several times as many bytes",
-            write_example_rule(ranks, [a.variable.path for a in sharded], first.layout.mesh, batch_dim),
+            f"{first.variable.path}: sharded {how}, and no rule is for activations",
+            facts,
+            "the compiler then chooses, and may send several times as many bytes in each step",
+            fix,
         )
+    # A plan cannot see constraints in the code of a pytree, so `strict` must not make an error of this.
+    return Problem(
+        "no activations",
+        "note",
+        first.variable.path,
+        f"{first.variable.path}: sharded {how}, and a plan does not see the layouts of activations",
+        facts,
+        "without a constraint in the code the compiler chooses, and may send several times as many bytes",
+        fix,
+    )

@@ -67,6 +67,7 @@ class Verdict:
         because: The tensors on a device at that time, the largest first.
         advice: Changes with which a device needs less memory, the best first; empty if the model fits.
         untried: Changes whose memory was not computed, because that takes too long, in words.
+        num_findings: The number of findings of lint, if lint was asked.
     """
 
     num_errors: int
@@ -80,6 +81,7 @@ class Verdict:
     because: tuple[Cause, ...]
     advice: tuple[Advice, ...]
     untried: tuple[str, ...] = ()
+    num_findings: int = 0
 
     @property
     def passes(self) -> bool:
@@ -104,12 +106,13 @@ class Verdict:
         warnings = (
             format_count(self.num_warnings, "warning") + self.strict * ", which strict counts as errors"
         )
+        findings = f", {format_count(self.num_findings, 'finding')} of lint" if self.num_findings else ""
         texts = [
             (self.num_errors, errors),
             (self.missing, f"incomplete: {self.missing}"),
             (self.fits is False, self._memory_summary),
             (self.num_warnings and self.strict, warnings),
-            (self.mood == "well" and self.fits is None, "no problems"),
+            (self.mood == "well" and self.fits is None, f"no problems{findings}"),
             (self.fits is not False, self._memory_summary),
             (self.num_warnings and not self.strict, warnings),
         ]

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, ParamSpec
 
 from layoutmap.core.layout import Layout
+from layoutmap.core.old_names import DeprecatedAlias
 from layoutmap.core.specs import BatchDim
 from layoutmap.plan.diff import PlanDiff, diff_plans
 from layoutmap.plan.keras_names import collect_keras_layouts
@@ -57,6 +58,8 @@ class Plan(PlanTable):
         >>> plan
         <Plan: 1 variable on batch=2, model=4, 2.0 MiB, 512.0 KiB per device; no problems>
     """
+
+    of = DeprecatedAlias("from_table")
 
     @classmethod
     def from_table(cls, table: PlanTable) -> Plan:

@@ -40,8 +40,8 @@ _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while
 
 
 _MORE, _RECOMPUTED, _WORKSPACE, _COMBINED = 1.1, 1.5, 4 << 20, 30 << 20
-"""Factors of the counted bytes without and with recomputed activations; bytes of a workspace; most bytes of collectives
-of one kind that XLA combines.
+"""Margins of the upper bound: the factor of the counted bytes, that factor with recomputed activations, the bytes of a
+workspace, and the most bytes of collectives of one kind that XLA combines.
 """
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from layoutmap.core.blocks import Index, compute_block_shape, get_slice_ends, make_full_index, normalize_index
-from layoutmap.core.collective_steps import CollectiveStep, find_collective_steps
+from layoutmap.core.collective_steps import CollectiveStep, SliceStep, find_collective_steps
 from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
 from layoutmap.engines.jax.arrays import wait_on_cpu
 from layoutmap.engines.jax.devices import Device
@@ -222,8 +222,8 @@ class _Transfer:
             {device: n for n, device in enumerate(senders)},
             {device: n for n, device in enumerate(receivers)},
         )
-        steps = None
-        if senders == receivers and shape:
+        steps: tuple[CollectiveStep, ...] | None = None
+        if senders == receivers and shape:  # the devices of one mesh can exchange all shards at once
             stored_ends, wanted_ends = (
                 [get_slice_ends(each[device]) for device in senders]
                 for each in (source_indices, target_indices)
@@ -378,12 +378,10 @@ class _TransferProgram:
                 pairs = tuple((own[sender], others[receiver]) for receiver, (sender, _, _) in rows)
                 if any(sender != receiver for sender, receiver in pairs):
                     together.setdefault((pairs, transfer.sent_dtype), []).append((c, r))
-        found = [
-            [_run_collective_steps(each[0], self._transfers[first].steps)]
-            if self._transfers[first].steps
-            else [*each]
-            for each, (first, *_) in zip(sent, self._classes, strict=True)
-        ]
+        found = [[*each] for each in sent]
+        for each, (first, *_) in zip(found, self._classes, strict=True):
+            if steps := self._transfers[first].steps:
+                each[0] = _run_collective_steps(each[0], steps)
         for (pairs, _), places in together.items():
             flat = [sent[c][r].reshape(-1) for c, r in places]
             moved = jax.lax.ppermute(jnp.concatenate(flat), _DIM, pairs)
@@ -426,51 +424,50 @@ class _TransferProgram:
 
     def _join_pieces(self, received: list[list[jax.Array]]) -> list[jax.Array]:
         """Return this device's shard of each array, assembled from the received blocks."""
-        place, found = jax.lax.axis_index(_DIM), dict[int, jax.Array]()
-        for numbers, slots in zip(self._classes, received, strict=True):
+        found = dict[int, jax.Array]()
+        for numbers, pieces in zip(self._classes, received, strict=True):
             transfer = self._transfers[numbers[0]]
-            if transfer.steps:
-                made = slots[0]
-            else:
-                shape = (len(numbers), *transfer.target_shape)
-                made = _view_as_integers(jnp.zeros(shape, transfer.sent_dtype))
-            for (shape, rows), piece in zip(transfer.rounds, slots, strict=not transfer.steps):
-                if shape == transfer.target_shape and len(rows) == self._meshes[1].size:
-                    made = piece
-                    break
-                begins = np.zeros((self._meshes[1].size, len(transfer.target_shape)), np.int32)
-                for receiver, (_, _, begin) in rows:
-                    begins[receiver] = begin
-                begin = [0, *jnp.asarray(begins)[place]]
-                if len(rows) < self._meshes[1].size:
-                    gets = np.isin(np.arange(self._meshes[1].size), [receiver for receiver, _ in rows])
-                    piece = jnp.where(
-                        jnp.asarray(gets)[place], piece, jax.lax.dynamic_slice(made, begin, piece.shape)
-                    )
-                made = jax.lax.dynamic_update_slice(made, piece, begin)
+            made = pieces[0] if transfer.steps else self._join_rounds(transfer, len(numbers), pieces)
             made = jax.lax.bitcast_convert_type(made, transfer.sent_dtype).astype(transfer.dtype)
             found.update(zip(numbers, made, strict=True))
         return [found[k] for k in range(len(self._transfers))]
+
+    def _join_rounds(self, transfer: _Transfer, num_arrays: int, pieces: Arrays) -> jax.Array:
+        """Return this device's shards of stacked arrays, assembled from the blocks that it got in each round."""
+        num_devices, place = self._meshes[1].size, jax.lax.axis_index(_DIM)
+        made = _view_as_integers(jnp.zeros((num_arrays, *transfer.target_shape), transfer.sent_dtype))
+        for (shape, rows), piece in zip(transfer.rounds, pieces, strict=True):
+            if shape == transfer.target_shape and len(rows) == num_devices:
+                return piece
+            begins = np.zeros((num_devices, len(transfer.target_shape)), np.int32)
+            for receiver, (_, _, begin) in rows:
+                begins[receiver] = begin
+            begin = [0, *jnp.asarray(begins)[place]]
+            if len(rows) < num_devices:
+                gets = np.isin(np.arange(num_devices), [receiver for receiver, _ in rows])
+                old = jax.lax.dynamic_slice(made, begin, piece.shape)
+                piece = jnp.where(jnp.asarray(gets)[place], piece, old)
+            made = jax.lax.dynamic_update_slice(made, piece, begin)
+        return made
 
 
 def _run_collective_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Array:
     """Return the shards of stacked arrays after these collectives. Axis 0 counts the arrays of the stack."""
     for step in steps:
-        if step.grown_axis is None:
-            assert step.shrunk_axis is not None
+        if isinstance(step, SliceStep):
             start = jnp.asarray(step.starts)[jax.lax.axis_index(_DIM)]
-            stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.shrunk_axis + 1)
+            stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.axis + 1)
             continue
         groups, size = [*map(list, step.groups)], len(step.groups[0])
         # XLA is fastest if it exchanges parts of the first axis, so move the axis with the parts to the front.
-        if step.shrunk_axis is None:
+        if step.split_axis is None:
             parts = jax.lax.all_gather(stacked, _DIM, axis_index_groups=groups)
         else:
-            axis = step.shrunk_axis + 1
+            axis = step.split_axis + 1
             shape = (*stacked.shape[:axis], size, -1, *stacked.shape[axis + 1 :])
             parts = jnp.moveaxis(stacked.reshape(shape), axis, 0)
             parts = jax.lax.all_to_all(parts, _DIM, 0, 0, tiled=True, axis_index_groups=groups)
-        axis = step.grown_axis + 1
+        axis = step.joined_axis + 1
         shape = (*parts.shape[1 : axis + 1], -1, *parts.shape[axis + 2 :])
         stacked = jnp.moveaxis(parts, 0, axis).reshape(shape)
     return stacked

@@ -41,7 +41,6 @@ from layoutmap.engines.torch.per_rank import get_rank_tensors as get_rank_tensor
 from layoutmap.engines.torch.per_rank import get_ranks as get_ranks
 
 with ImportErrorConverter("torch"):
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
     from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
     from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
@@ -196,21 +195,9 @@ def _make_direct_dispatch(dispatch: Any) -> object:
             return run_for_ranks(func, ranks, args, kwargs or {}, leaves)
         return dispatch.__func__(cls, func, types, args, kwargs)
 
-    return cast(object, classmethod(cast(Any, exclude_from_compile(dispatch_or_read))))
-
-
-def exclude_from_compile(function: Function) -> Function:
-    """Return a function that `torch.compile` does not trace.
-
-    Outside of `torch.compile` it takes no time, but torch's own wrapper takes as long as a small operator.
-    """
-    excluded: Function = torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
-
-    @functools.wraps(function)
-    def call_outside_compiled_graph(*args: Any, **kwargs: Any) -> Any:
-        return (function if get_eval_frame_callback() is None else excluded)(*args, **kwargs)
-
-    return call_outside_compiled_graph
+    # Torch excludes its own function from torch.compile, so exclude this one, too.
+    excluded: Any = torch._disable_dynamo(dispatch_or_read)  # pyright: ignore[reportPrivateImportUsage]
+    return cast(object, classmethod(excluded))
 
 
 def _cache_shard_sizes(find_size_and_offset: Any) -> object:

@@ -192,19 +192,16 @@ def _run_and_write_once(
 def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
     """Run an operator that is not special for each rank, and return the joined results."""
     traits, order = _classify_operator(func), sorted(ranks)
-    rows = zip(order, *(_iterate_value_by_rank(value, order) for value in args), strict=False)
+    columns = [_iterate_value_by_rank(value, order) for value in args]
+    named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]
+    rows = zip(*columns, strict=False) if columns else repeat(())
+    named_rows = zip(*named, strict=False) if named else repeat(())
+    state = local_tensors._get_rng_state() if traits.is_random else None
     results: dict[int, Any] = {}
-    if not kwargs and not traits.is_random:  # this usual case needs less work than the loop below
-        for rank, *row in rows:
-            results[rank] = func(*row)
-    else:
-        named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]
-        named_rows = zip(*named, strict=False) if named else repeat(())
-        state = local_tensors._get_rng_state() if traits.is_random else None
-        for (rank, *row), named_row in zip(rows, named_rows, strict=False):
-            if state is not None:
-                local_tensors._set_rng_state(*state)  # so that all ranks draw equal numbers
-            results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
+    for rank, row, named_row in zip(order, rows, named_rows, strict=False):
+        if state is not None:
+            local_tensors._set_rng_state(*state)  # so that all ranks draw equal numbers
+        results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
     if traits.is_in_place:
         return args[0]
     joined = _join_results(results)

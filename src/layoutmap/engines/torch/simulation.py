@@ -12,7 +12,6 @@ mesh is made. Functions that only ask for the number of devices start nothing.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 import threading
@@ -37,7 +36,6 @@ from layoutmap.engines.torch.local_tensors import (
     LocalTensorMode,
     SimulationMode,
     enabled_local_tensor_mode,
-    exclude_from_compile,
     get_rank_tensors,
     get_ranks,
     list_ranks_of_root_mesh,
@@ -76,10 +74,6 @@ class _Simulation(SimulationMode):
         if can_run_directly(func, leaves):
             return run_for_ranks(func, ranks, args, kwargs, leaves)
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-# Torch's wrapper, which excludes this method from `torch.compile`, is slow, so replace it by a faster one.
-_Simulation.__torch_dispatch__ = exclude_from_compile(inspect.unwrap(_Simulation.__torch_dispatch__))
 
 
 @skip_function_modes  # torch holds a lock here, and would deadlock if a function mode called torch

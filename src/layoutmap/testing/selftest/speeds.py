@@ -20,7 +20,7 @@ from layoutmap.testing.schedule import LawResult
 
 COLUMNS = ("on", "what", "over", "measured", "expected")
 _MAX_SLOWDOWN = {True: 3, False: 10}
-"""How much slower a collective may be than in the machine file (True), or than over another mesh dim (False)."""
+"""Largest factors of a collective's time: to that of the machine file (True), or over another mesh dim (False)."""
 _HEAD = """\
 # Written by layoutmap selftest. The bandwidth of a network is the median over all its collectives.
 # A network that was not measured has the bandwidth of the other one.
