@@ -30,7 +30,7 @@ fuzz: $(VENV)/.all ## Try the laws on drawn models of every library; SEED= the f
 	@$(BIN)/python tools/fuzz.py $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),10) $(ARGS)
 
 check: $(VENV)/.all check-proto ## Lint, format, types, imports, changelog, decisions, links
-	@failed=; for check in "ruff check ." "ruff format --check ." pyright lint-imports "python tools/check_files.py"; do \
+	@failed=; for check in "ruff check ." "ruff format --check ." pyright "pyright -p tools" lint-imports "python tools/check_files.py"; do \
 	  echo "== $$check" && $(BIN)/$$check || failed="$$failed [$$check]"; \
 	done; test -z "$$failed" || { echo "make check: failed:$$failed" >&2; exit 1; }
 

@@ -70,7 +70,7 @@ def count_collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
         )
     ]
     data = place_batch(batch, get_session(model))
-    text = jax.jit(model.train_step).lower(tuple(state), data).compile().as_text()
+    text = jax.jit(model.train_step).lower(tuple(state), data).compile().as_text() or ""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for match in COLLECTIVE.finditer(text):

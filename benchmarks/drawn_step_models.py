@@ -70,7 +70,7 @@ def draw_layout_map(make, inputs, library, grid, numbers):
     else:
         turn = 0
         for path, shape in shapes.items():
-            specs = [None] * len(shape)
+            specs: list[str | None] = [None] * len(shape)
             if len(shape) > 1 and kind.startswith("alternating"):
                 axis = (len(shape) - 1, len(shape) - 2)[turn % 2]
                 turn += 1

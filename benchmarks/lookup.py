@@ -21,6 +21,7 @@ import random
 import re
 import statistics
 import warnings
+from collections.abc import Callable
 
 from measure import time_call
 
@@ -59,7 +60,7 @@ def make_paths(count: int, rules: int) -> list[str]:
     return [f"model.block_{block}.{leaf}.{part}" for block, leaf, part in places]
 
 
-def make_methods(patterns: list[str]) -> dict[str, object]:
+def make_methods(patterns: list[str]) -> dict[str, Callable[[], Callable[[str], object]]]:
     """Return for each method a function that makes a new function from paths to layouts."""
     mesh = Mesh([f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(8)], "batch=2,model=4")
     layouts = [Layout(["model", None], mesh), Layout([None, "model"], mesh)]
@@ -93,7 +94,9 @@ def make_methods(patterns: list[str]) -> dict[str, object]:
         layout_map = TFKerasLayoutMap(mesh=None)
         originals = {}
         for pattern, layout in rules.items():
-            layout_map[pattern] = copy = dtensor.Layout.from_string(layout.to_string())
+            layout_map[pattern] = copy = dtensor.Layout.from_string(  # pyright: ignore[reportAttributeAccessIssue]
+                layout.to_string()
+            )
             originals[id(copy)] = layout
         return lambda path: originals.get(id(layout_map[path]))
 

@@ -85,7 +85,7 @@ def measure_one(folder, seed):
     with shardy.make_mlir_context():
         module = shardy.parse_module((folder / f"{seed}.mlir").read_bytes())
         (main,) = (each for each in module.body.operations if str(each.name) == '"main"')
-        types = [str(each) for each in main.type.inputs]
+        types = [str(each) for each in main.type.inputs]  # pyright: ignore[reportAttributeAccessIssue]
         devices = xla_client.DeviceList((device,))
         begun = time.perf_counter()
         step = compiler.backend_compile_and_load(device.client, module, devices, options, [])

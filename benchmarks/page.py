@@ -78,12 +78,12 @@ def open_page(path: Path, repeats: int = 7) -> None:
     """Open the page in the browser, and print the first times and the medians of the others."""
     from selenium import webdriver
 
-    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if not all(programs):
+    programs = [path for name in ("chromium", "chromedriver") if (path := shutil.which(name))]
+    if len(programs) < 2:
         print("no browser: install Debian's packages chromium and chromium-driver")
         return
     options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
+    options.binary_location = programs[0]  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as folder:
         for option in (*OPTIONS.split(), f"--user-data-dir={folder}"):
             options.add_argument(option)

@@ -136,20 +136,20 @@ def measure_kind(kind: str, blocks: int) -> dict[str, float]:
     library, _, backend = kind.partition("-")
     os.environ["KERAS_BACKEND"] = backend or "jax"
     programs = Timer(agreement.check_same_program)
-    # These compare batches and torch's random numbers. A step that is not due counts count_call alone.
+    # These compare batches and torch's random numbers. A step that is not due counts `should_compare_next_call` alone.
     timers = [
         Timer(agreement.compare_texts, is_gathering=True),
         Timer(agreement.compute_checksum),
-        Timer(agreement.CallSchedule.count_call),
+        Timer(agreement.CallComparisonSchedule.should_compare_next_call),
     ]
     agreement.check_same_program, agreement.compare_texts, agreement.compute_checksum = programs, *timers[:2]  # type: ignore[assignment]
     due = list[bool]()
 
-    def count_call(schedule: agreement.CallSchedule) -> bool:
+    def should_compare_next_call(schedule: agreement.CallComparisonSchedule) -> bool:
         due.append(timers[2](schedule))
         return due[-1]
 
-    agreement.CallSchedule.count_call = count_call  # type: ignore[method-assign]
+    agreement.CallComparisonSchedule.should_compare_next_call = should_compare_next_call  # type: ignore[method-assign]
     join(kind)
     step = KINDS[library](blocks)
     shares: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
@@ -173,8 +173,8 @@ def main() -> None:
     if options.child:
         print(json.dumps(measure_kind(options.child, options.blocks)))
         return
-    schedule = agreement.CallSchedule()
-    num_due = sum(schedule.count_call() for _ in range(RUN_STEPS))
+    schedule = agreement.CallComparisonSchedule()
+    num_due = sum(schedule.should_compare_next_call() for _ in range(RUN_STEPS))
     for kind in options.kinds:
         milliseconds = run_process_group(__file__, ["--blocks", str(options.blocks), "--child", kind], 2)
         spent = num_due * milliseconds["compared"] + (RUN_STEPS - num_due) * milliseconds["not compared"]

@@ -180,6 +180,7 @@ def compare_orders():
     from flax import nnx
 
     import layoutmap as lm
+    from layoutmap.cost.cost import Cost
     from layoutmap.cost.machines import machine_named
 
     class Block(nnx.Module):
@@ -217,10 +218,8 @@ def compare_orders():
         batch_dim = "data" if "data" in layout_map.mesh else None
         options = {"inputs": batch, "batch_dim": batch_dim, "optimizer": optimizer, "library": "jax"}
         lowered = lm.lower_step(lambda: Stack(nnx.Rngs(0)), layout_map, **options)
-        plan = lowered.plan(layout_map).add_cost(
-            lowered.count(layout_map), machine_named("h100:8"), batch_dim
-        )
-        by_cost[name] = plan.cost.serial_seconds
+        cost = Cost(lowered.count(layout_map), machine_named("h100:8"), batch_dim=batch_dim)
+        by_cost[name] = cost.serial_seconds
         real = lm.LayoutMap(lm.create_mesh([(d.name, d.size) for d in layout_map.mesh.mesh_dims]))
         real.update({pattern: layout.sharding_specs for pattern, layout in layout_map.items()})
         real.activations.update({p: layout.sharding_specs for p, layout in layout_map.activations.items()})
@@ -248,8 +247,8 @@ def compare_orders():
     print(f"{'map':<32} {'by cost':>12} {'measured':>12}")
     for name in maps:
         print(f"{name:<32} {1e6 * by_cost[name]:>9.1f} us {1000 * by_clock[name]:>9.1f} ms")
-    print("order by cost:    ", " < ".join(sorted(by_cost, key=by_cost.get)))
-    print("order as measured:", " < ".join(sorted(by_clock, key=by_clock.get)))
+    print("order by cost:    ", " < ".join(sorted(by_cost, key=by_cost.__getitem__)))
+    print("order as measured:", " < ".join(sorted(by_clock, key=by_clock.__getitem__)))
 
 
 def main(arguments):

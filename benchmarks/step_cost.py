@@ -207,7 +207,10 @@ def measure_plans():
                 **options,
             )
             seconds, cpu = time.monotonic() - start, read_cpu_seconds() - cpu
-            print(f"{name} on {mesh}: {seconds:.1f} s, {cpu:.1f} of a CPU, {plan.cost.known_by}", flush=True)
+            print(
+                f"{name} on {mesh}: {seconds:.1f} s, {cpu:.1f} of a CPU, {plan.cost.step.known_by}",
+                flush=True,
+            )
     print(f"most memory of this process: {read_peak_bytes() >> 20} MiB")
 
 
@@ -260,7 +263,7 @@ def compare_with_xla(target, pairs, about):
 
     import layoutmap as lm
     from layoutmap.cost.jax.counting import count_flops
-    from layoutmap.cost.jax.partitioned import parse_step
+    from layoutmap.cost.jax.partitioned import parse_partitioned_step
 
     quotients, refused, exact = {"estimate": [], "compiled": []}, {}, 0
     for name, maker, layout_map, options in pairs:
@@ -272,7 +275,7 @@ def compare_with_xla(target, pairs, about):
             refused[error.what[:60]] = refused.get(error.what[:60], 0) + 1
             continue
         whole = sum(hlo_proto.sent_by_text(compiled.text, layout_map.mesh.size).values())
-        flops = sum(count_flops(parse_step(compiled.text, layout_map.mesh)).values())
+        flops = sum(count_flops(parse_partitioned_step(compiled.text, layout_map.mesh)).values())
         exact += counts[0].argument_bytes == compiled.argument_bytes
         for rows, cost in zip(quotients.values(), counts, strict=True):
             sent = cost.sent_bytes

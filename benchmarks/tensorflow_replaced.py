@@ -69,7 +69,7 @@ def compare(name: str, rounds: int) -> None:
     x = random.normal(size=(ROWS * STEPS, LENGTH, WIDTH)).astype("float32")
     y = random.normal(size=(ROWS * STEPS, LENGTH, 4)).astype("float32")
     original, firsts, losses, models = functions._PATCHES, [], [], []
-    without = Patches([each for each in original._patches if each._name not in REPLACED])
+    without = Patches([each for each in original._patches if each._name not in REPLACED])  # pyright: ignore[reportAttributeAccessIssue]
     for patches in (original, without):
         keras.utils.set_random_seed(0)
         layout_map = lm.LayoutMap("batch=2,model=4", rules, rest="replicated")

@@ -126,7 +126,7 @@ def count_collectives(run: Callable[[], object]) -> int:
         with tf.profiler.experimental.Profile(folder):
             run()
         (trace,) = Path(folder).rglob("*.xplane.pb")
-        space = xplane_pb2.XSpace.FromString(trace.read_bytes())
+        space = xplane_pb2.XSpace.FromString(trace.read_bytes())  # pyright: ignore[reportAttributeAccessIssue]
     return sum(
         ":Collective" in plane.event_metadata[event.metadata_id].name
         for plane in space.planes

@@ -71,7 +71,7 @@ def measure_method(method: str, size: str) -> None:
         model.to_empty(device="cpu")
         for layer in model.modules():
             if hasattr(layer, "reset_parameters"):
-                layer.reset_parameters()
+                layer.reset_parameters()  # pyright: ignore[reportCallIssue]
     else:
         model = make_model(size)
         if method == "distribute_tensor":

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 import layoutmap as lm
-from layoutmap.rules.yaml_file import read_rules_file
+from layoutmap.rules.yaml_file import parse_rules_file
 
 _PRESET = re.compile(r"lm\.LayoutMap\.preset\([^)]*\)")
 _BATCH = re.compile(r"inputs of a batch of ([\d,]+)")
@@ -30,7 +30,7 @@ def in_python(text, layout_map):
 def as_command(text, layout_map):
     """The map with what a text for the command line says for its rules file, and the options in it."""
     first, *_ = re.split(r"^(?=rules:|activations:)", text, flags=re.MULTILINE)
-    fields = read_rules_file(f"version: 1\n{text[len(first) :]}")
+    fields = parse_rules_file(f"version: 1\n{text[len(first) :]}")
     return changed(layout_map, fields.rules, fields.activations), shlex.split(first)
 
 

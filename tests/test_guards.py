@@ -13,7 +13,7 @@ import yaml
 
 import layoutmap as lm
 from layoutmap.core.variables import VariableSpec
-from layoutmap.plan.completeness import make_unbuilt_problem
+from layoutmap.plan.completeness import make_unbuilt_layers_problem
 from layoutmap.scope.plan import make_plan
 
 PAGE = (frameworks.ROOT / "docs" / "how-to" / "guard-layouts-in-ci.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def project(tmp_path):
     ):
         plan = make_plan(variables, lm.LayoutMap.from_yaml(text))
         Path(f"{name}.json").write_text(plan.to_json())
-    unbuilt = plan.add_problem(make_unbuilt_problem("Net", ["head"], called=False))
+    unbuilt = plan.add_problem(make_unbuilt_layers_problem("Net", ["head"], called=False))
     Path("unbuilt.json").write_text(unbuilt.to_json())
     return folder
 

@@ -13,7 +13,7 @@ STATE = {
     "adapters.current._current": "the one ContextVar: which scope is open in this thread and task",
     # what is open on a thread, or anywhere; the patches of a library's classes themselves are `patches.Patches`
     "adapters.keras.hooks._being_constructed": "the variables without values that are being constructed on this thread",
-    "adapters.keras.backends.jax_steps._has_stored_values": "whether variables give padded arrays in this block",
+    "adapters.keras.backends.jax_steps._returns_stored_arrays": "whether variables give padded arrays in this block",
     "adapters.keras.backends.tensorflow_steps._open_blocks": "the steps that run; an option is off meanwhile",
     "adapters.keras.backends.tensorflow_functions._current": "the session whose call runs on this thread",
     "adapters.torch.mesh_context.thread_state": "the models that run on this thread",
@@ -70,7 +70,7 @@ STATE = {
     "adapters.jax.step_programs._MAY_TRACE": "whether a program may be traced, in this context",
     "engines.jax.shardy.check_shardy_passes": "whether jaxlib has Shardy's passes, asked once",
     "rules.zoo.list_models": "the list of published models, read once",
-    "cost.machines.load_devices": "the devices of machines.yaml, read once",
+    "cost.machines.load_built_in_devices": "the devices of machines.yaml, read once",
 }
 
 MUTABLE = {

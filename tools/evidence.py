@@ -123,7 +123,8 @@ def make_tables(kept: Counts) -> str:
     for law in LAWS:
         outcomes = [found["laws"].get(law, dict.fromkeys(OUTCOMES, 0)) for found in kept.values()]
         tried = sum(each[outcome] for each in outcomes for outcome in OUTCOMES[:3])
-        laws.append(_format_row([law, sum(each["held"] for each in outcomes), tried]))
+        if tried:
+            laws.append(_format_row([law, sum(each["held"] for each in outcomes), tried]))
     collapsed = collapse_block("Seeds, commits, and commands of each row", "\n\n".join(runs))
     return "\n\n".join(["\n".join(rows), collapsed, "## Results by law", "\n".join(laws)])
 

@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "gradients of grouped convolutions are left to XLA",
         "engines/jax/corrections.py",
-        "for size in shape) and not _permanent_use:",
-        "for size in shape) and not _permanent_use and not shape:",
+        "for size in mesh_shape) and not _permanent_use:",
+        "for size in mesh_shape) and not _permanent_use and not mesh_shape:",
         "nnx",
     ),
     Fault(
@@ -138,8 +138,8 @@ FAULTS = (
     Fault(
         "rules that match nothing are not reported",
         "plan/planner.py",
-        "problems = [*suggest_typo_corrections(problems, unused), *of_rules]",
-        "problems = [*suggest_typo_corrections(problems, unused), *(p for p in of_rules if p.kind != 'unused rule')]",
+        "(problems, unused), *of_rules]",
+        "(problems, unused), *(p for p in of_rules if p.kind != 'unused rule')]",
     ),
     Fault(
         "an axis that does not divide is no problem",
@@ -199,7 +199,7 @@ FAULTS = (
     Fault(
         "a step that fails leaves a model without its weights",
         "adapters/keras/backends/jax_steps.py",
-        "            last_values.restore_values(error)\n",
+        "            last_values.restore_lost_values(error)\n",
         "            pass\n",
     ),
     Fault(

@@ -47,11 +47,11 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, as Ctrl-C does
     with (asked.results / "fuzz.jsonl").open("w", encoding="utf-8") as lines:
         try:
-            for each in schedule.run():
+            for each in schedule.run_cases():
                 tried.append(each)
                 kept = dataclasses.asdict(each.outcome)
                 lines.write(json.dumps({"subject": each.subject, "seed": each.seed, **kept}) + "\n")
-                if each.outcome.is_suspicious:
+                if each.outcome.is_failure:
                     _print_failure(each, programs)
                     if asked.until_found:
                         break
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
         return 130
     if asked.publish:
         evidence.publish(counts, f"python tools/fuzz.py {' '.join(a for a in arguments if a != '--publish')}")
-    return int(any(each.outcome.is_suspicious for each in tried))
+    return int(any(each.outcome.is_failure for each in tried))
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -72,7 +72,7 @@ class Session:
 
     def build_model(self, make):
         self._is_traced = True
-        with random_states.preserve_states():
+        with random_states.preserve_python_and_numpy_states():
             shapes = eqx.filter_eval_shape(make)
         self._is_traced = False
         assignments = self._assigned(shapes)
@@ -98,7 +98,7 @@ class Session:
         arrays = [each.array for each in variables(model).values()]
         return not self._is_traced or all(isinstance(each, jax.core.Tracer) for each in arrays)
 
-    def list_unbuilt_layers(self):
+    def list_unbuilt_layer_names(self):
         return ()
 
     def create_lazy_variables(self, model, inputs):
@@ -117,7 +117,7 @@ class EquinoxAdapter(ModelAdapter):
     def engine_name(self):
         return "jax"
 
-    def check_context(self):
+    def check_scope_can_open(self):
         pass
 
     def owns_model(self, model):
@@ -127,7 +127,7 @@ class EquinoxAdapter(ModelAdapter):
         return Session(context)
 
     def preserve_random_states(self):
-        return random_states.preserve_states()
+        return random_states.preserve_python_and_numpy_states()
 
     def set_seed(self, seed):
         random_states.seed_python_and_numpy(seed)

@@ -93,7 +93,7 @@ def main(folder):
     assert before == listed(folder / "several")
     assert not (folder / "new").exists()
     assert_saved(folder / "several")
-    with pytest.raises(CheckpointError, match=r"it is a file|cannot save"):
+    with pytest.raises(CheckpointError, match=r"is a file|cannot save"):
         model.save_pretrained(folder / "several" / "config.json")
     assert isinstance(lm.dtensor.fetch_layout(model.lm_head.weight), lm.Layout)
 

@@ -14,7 +14,7 @@ class Least(protocol.ModelAdapter):
 
     name = "least"
     engine_name = "jax"
-    check_context = owns_model = make_session = preserve_random_states = set_seed = None
+    check_scope_can_open = owns_model = make_session = preserve_random_states = set_seed = None
     create_lazy_variables = variables = read = write = None
 
 
@@ -27,8 +27,8 @@ def test_nine_methods_are_enough_to_build():
 
     assert 9 == len(written)
     assert {
-        "describe_later_variables",
-        "explain_no_padding",
+        "describe_arrays_created_after_build",
+        "explain_why_padding_is_impossible",
         "forbid_building_models",
         "read_library_options",
     } == methods - written
@@ -40,15 +40,18 @@ def test_nine_methods_are_enough_to_build():
 @pytest.mark.parametrize(
     ("capability", "missing"),
     [
-        (protocol.TrainingAdapter, "forward, gradients, make_on_one_device, set_optimizer, train_step"),
+        (
+            protocol.TrainingAdapter,
+            "build_model_on_one_device, forward, gradients, set_optimizer, train_step",
+        ),
         (
             protocol.CheckpointAdapter,
             (
-                "list_checkpoint_names, list_stored_variables, make_host_array, read_settings, restore_settings"
-                ", restore_variables, restore_with_optimizer"
+                "list_checkpoint_names, list_stored_variables, make_host_array, read_state_outside_variables"
+                ", restore_state_outside_variables, restore_variables, restore_when_optimizer_is_set"
             ),
         ),
-        (protocol.InspectionAdapter, "describe_variables, find_context, list_gathered_dims"),
+        (protocol.InspectionAdapter, "describe_variables, find_scope_context, list_gathered_dims"),
     ],
 )
 def test_what_an_adapter_does_not_know_is_refused_by_name(capability, missing):

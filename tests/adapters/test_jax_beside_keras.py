@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.scope.owner import find_named_libraries
+from layoutmap.scope.owner import find_libraries_named_in_code
 
 PROCESSES = ("jax",)
 RULES = {r"up\.kernel": (None, "model")}
@@ -79,10 +79,10 @@ def test_a_pytree_is_traced():
 
 def test_the_libraries_that_a_function_names():
     """A function of several is called for the first one that is imported, and then for that of its model."""
-    assert {"jax"} == find_named_libraries(make_tree) == find_named_libraries(Net)
-    assert {"keras"} == find_named_libraries(make_keras)
-    assert {"jax", "keras"} == find_named_libraries(lambda: (make_tree(), make_keras()))
-    assert set() == find_named_libraries(lambda: None) == find_named_libraries(None)
+    assert {"jax"} == find_libraries_named_in_code(make_tree) == find_libraries_named_in_code(Net)
+    assert {"keras"} == find_libraries_named_in_code(make_keras)
+    assert {"jax", "keras"} == find_libraries_named_in_code(lambda: (make_tree(), make_keras()))
+    assert set() == find_libraries_named_in_code(lambda: None) == find_libraries_named_in_code(None)
     assert ["dense" in path for path in lm.plan(make_keras, lm.LayoutMap("model=4"))] == [True, True]
 
 
@@ -94,5 +94,5 @@ def test_a_model_of_another_library_than_its_function_names_is_found():
         jax.numpy.zeros(())
         return layers.make()
 
-    assert {"jax"} == find_named_libraries(make)
+    assert {"jax"} == find_libraries_named_in_code(make)
     assert 2 == len(lm.plan(make, lm.LayoutMap("model=4")).assignments)

@@ -111,7 +111,7 @@ def test_axes_that_do_not_divide_are_errors_before_anything_is_built(layout_map)
 
 def test_later_is_for_jax(layout_map):
     with pytest.raises(lm.ScopeError, match="later"):
-        ModelAdapter.describe_later_variables(
+        ModelAdapter.describe_arrays_created_after_build(
             SimpleNamespace(name="torch"), {"cache": make_cache}, layout_map.mesh
         )
     with pytest.raises(lm.ScopeError, match="later"):

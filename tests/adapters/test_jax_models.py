@@ -31,7 +31,9 @@ def kinds(make):
 
 def test_a_block_is_refused():
     """`with layout_map.scope()` is refused, with `build` as the way, before anything in the block runs."""
-    refused = pytest.raises(lm.ScopeError, match=r"(?s)cannot defer JAX models.*fix .*layout_map\.build")
+    refused = pytest.raises(
+        lm.ScopeError, match=r"(?s)a JAX model cannot be built in the block.*fix .*layout_map\.build"
+    )
     with refused, layout_map().scope(library="jax"):
         pytest.fail("the block ran")
 

@@ -274,7 +274,7 @@ def test_what_is_refused(layout_map):
         ("MeshError", "step: args[0]['blocks'][0]['bias'] and args[1] are on different meshes"),
         ("LayoutError", "step: args[1]: axis 0 cannot be split evenly"),
         ("ScopeError", "step: batch_dim 'data' is not a dim of the mesh"),
-        ("ScopeError", "step: there is no argument 1"),
+        ("ScopeError", "step: there is no positional argument 1"),
         ("LayoutError", "step: args[1] is not an array"),
         ("LayoutError", "args[0]['scale']: the step changes the shape of this donated argument"),
         ("ScopeError", "step: the step is called inside another traced function"),
@@ -597,9 +597,9 @@ def test_a_repeated_call_goes_straight_to_jax(layout_map, monkeypatch):
     compiled = lm.jit_step(step, donate_argnums=0, batch_dim="batch")
     params = {"w": [weight(), weight()], "keys": keys}
     params, _ = compiled(params, x)
-    read, flattened = type(compiled._reader.read_values((), {})), []
-    flatten = read.flatten
-    monkeypatch.setattr(read, "flatten", lambda self: flattened.append(self) or flatten(self))
+    read, flattened = type(compiled._reader.read_arguments((), {})), []
+    flatten = read.flatten_arguments
+    monkeypatch.setattr(read, "flatten_arguments", lambda self: flattened.append(self) or flatten(self))
     for _ in range(3):
         before, (params, loss) = params, compiled(params, x)
         assert params["w"][0].sharding == before["w"][0].sharding

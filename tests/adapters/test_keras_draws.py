@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.keras.initializers import convert_initializer, explain_global_init
-from layoutmap.adapters.keras.protocol import get_backend, get_backend_name
+from layoutmap.adapters.keras.initializers import convert_initializer, explain_why_initialized_unsharded
+from layoutmap.adapters.keras.protocol import get_backend, get_keras_backend_name
 
 PROCESSES = ("jax", "tensorflow", "torch")
 I = keras.initializers  # noqa: E741 - as Keras's users abbreviate it
@@ -43,11 +43,11 @@ pytestmark = [
 )
 def test_the_plan_names_what_the_engine_initializes_globally(initializer):
     """A dry run says of an initializer what the engine finds out when it traces it."""
-    port = get_backend(get_backend_name())
+    port = get_backend(get_keras_backend_name())
     made = convert_initializer(initializer, SHAPE, "float32")
 
     assert must_be_global(port.engine_name, made) == bool(
-        explain_global_init(initializer, port.global_init_reasons)
+        explain_why_initialized_unsharded(initializer, port.global_init_reasons)
     )
 
 
@@ -59,7 +59,9 @@ def must_be_global(engine_name, made):
     programs = importlib.import_module(f"layoutmap.engines.{engine_name}.{where}")
     names = {"torch": "trace_recipe", "tensorflow": "PiecewiseInitializer", "jax": "trace_program"}
     traced = getattr(programs, names[engine_name])(made.program.function, made.program.seed)
-    return bool(programs.explain_no_shards(traced) if engine_name == "jax" else traced.why_global)
+    return bool(
+        programs.explain_why_sharding_changes_values(traced) if engine_name == "jax" else traced.why_global
+    )
 
 
 def test_draws_that_differ_in_a_digit_are_not_one_program():

@@ -112,7 +112,7 @@ def test_a_scope_inside_a_compiled_function():
     assert raised(lm.ScopeError, lambda: function(traced)()) == text("""
         a scope was opened inside a compiled function
           why   a trace has no real arrays on real devices, which variables need
-          fix   build the model outside, and call it inside
+          fix   build the model outside of the compiled function, and call it inside
         """)
 
 

@@ -17,7 +17,7 @@ from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras import private
-from layoutmap.adapters.keras.protocol import get_backend, get_backend_name
+from layoutmap.adapters.keras.protocol import get_backend, get_keras_backend_name
 from layoutmap.engines.tested import warn_if_untested
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -111,7 +111,7 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
         "keras.src.saving.saving_lib.get_attr_skipset",
         *(
             f"{owner.__module__}.{owner.__qualname__}.{name}"
-            for owner, name in get_backend(get_backend_name()).methods_disabled_in_scope
+            for owner, name in get_backend(get_keras_backend_name()).methods_disabled_in_scope
         ),
     }
     assert 1000 < len(before)
@@ -121,7 +121,7 @@ def test_a_scope_changes_what_is_listed_and_leaves_no_trace(tmp_path):
 
 
 def probed():
-    return [*private.NAMES, *get_backend(get_backend_name()).list_private_names()]
+    return [*private.NAMES, *get_backend(get_keras_backend_name()).list_required_private_names()]
 
 
 def name_of(value):
@@ -220,7 +220,7 @@ def without_file(module):
 
 def test_the_list_says_all_that_is_probed():
     """Every name that is probed or imported is in the list at the top of `private`, or of a file of the backend."""
-    folder = Path(sys.modules[type(get_backend(get_backend_name())).__module__].__file__).parent
+    folder = Path(sys.modules[type(get_backend(get_keras_backend_name())).__module__].__file__).parent
     lists = [
         private.__doc__,
         *(ast.get_docstring(ast.parse(p.read_text("utf-8"))) for p in folder.glob("*.py")),

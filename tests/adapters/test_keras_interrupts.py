@@ -31,7 +31,7 @@ FILES = (
 READING = (
     "_forget",
     "<lambda>",
-    "check_private_names",
+    "check_private_names_exist",
     "_names_in",
     "_lineage",
     "_file_of",
@@ -73,7 +73,7 @@ def sweep(function, step=1):
         if (
             classes() != PLAIN
             or get_current_session() is not None
-            or list(hooks._PATCHES._users)
+            or list(hooks._PATCHES._uses)
             or private.in_stateless_scope()
         ):
             left.append(at)

@@ -10,7 +10,7 @@ from axis_roles import assert_right, random
 from cases import few
 
 import layoutmap as lm
-from layoutmap.adapters.keras.roles import find_weight_uses
+from layoutmap.adapters.keras.roles import find_weight_axis_roles
 from layoutmap.scope.plan import make_plan
 
 PROCESSES = ("jax",)
@@ -51,7 +51,7 @@ def test_axes_do_what_their_roles_say(name):
     make, shape = LAYERS[name]
     layer, inputs = make(), random(shape)
     layer(inputs)
-    used, variables = find_weight_uses([layer]), {"kernel": layer.kernel, "bias": layer.bias}
+    used, variables = find_weight_axis_roles([layer]), {"kernel": layer.kernel, "bias": layer.bias}
     roles = {"kernel": used[id(layer._kernel)].roles, "bias": used[id(layer.bias)].roles}
 
     def output(**weights):
@@ -67,7 +67,7 @@ def test_tables_have_rows():
     """Of a plain embedding, and both tables of a reversible one."""
     plain, both = keras.layers.Embedding(8, 4), keras.layers.ReversibleEmbedding(8, 4, tie_weights=False)
     plain.build(), both.build((2,))
-    used = find_weight_uses([plain, both])
+    used = find_weight_axis_roles([plain, both])
 
     assert ("rows", "out.0") == used[id(plain._embeddings)].roles == used[id(both._embeddings)].roles
     assert ("in.0", "rows") == used[id(both.reverse_embeddings)].roles

@@ -11,7 +11,7 @@ from keras_models import assert_held, batch
 from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
-from layoutmap.adapters.keras.backends.jax_steps import _make_placing_step, place_on_mesh
+from layoutmap.adapters.keras.backends.jax_steps import _make_batch_placing_step, place_on_mesh
 from layoutmap.adapters.keras.wraps import get_session
 
 L = keras.layers
@@ -239,7 +239,7 @@ def test_a_batch_on_one_device_is_copied():
         losses.append(model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-6)
     given, seen = (x[:8], y[:8], None), []
-    _make_placing_step(lambda state, data: seen.append(next(data)), get_session(model), "train", None)(
+    _make_batch_placing_step(lambda state, data: seen.append(next(data)), get_session(model), "train", None)(
         None, iter([given])
     )
     assert seen[0][2] is None

@@ -196,14 +196,14 @@ def assign(layer):
 def test_weights_that_are_used_one_by_one(make, use, monkeypatch):
     """Each is stored once, in the layout of its rule, and to find its path takes no longer with more layers."""
     stored, looks = [], []
-    plain_store, plain_look = materialize.Materializer._store_array, paths.iterate_attributes
+    plain_store, plain_look = materialize.Materializer._store_array, paths.iterate_public_attributes
     monkeypatch.setattr(
         materialize.Materializer,
         "_store_array",
         lambda self, variable, *rest: (stored.append(id(variable)), plain_store(self, variable, *rest))[1],
     )
     monkeypatch.setattr(
-        paths, "iterate_attributes", lambda owner: (looks.append(owner), plain_look(owner))[1]
+        paths, "iterate_public_attributes", lambda owner: (looks.append(owner), plain_look(owner))[1]
     )
     num_looks = []
     for count in (4, 8, 12):

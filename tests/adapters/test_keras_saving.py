@@ -16,7 +16,7 @@ from quiet import OF_ARRAYS, OF_MAPS
 
 import layoutmap as lm
 from layoutmap.adapters.keras import session
-from layoutmap.adapters.keras.paths import find_variables, iterate_attributes
+from layoutmap.adapters.keras.paths import find_variables, iterate_public_attributes
 from layoutmap.adapters.keras.wraps import get_session
 
 PROCESSES = ("jax", "tensorflow", "torch")
@@ -194,7 +194,7 @@ def test_what_a_scope_keeps_of_a_layer_is_not_searched():
     """A look for variables does not go through the engine, with all that it remembers of other models."""
     layer = built().layers[0]
     assert get_session(layer) is not None
-    assert [] == [name for name, value in iterate_attributes(layer) if value is get_session(layer)]
+    assert [] == [name for name, value in iterate_public_attributes(layer) if value is get_session(layer)]
 
 
 def with_lora(layer):

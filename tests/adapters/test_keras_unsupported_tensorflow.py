@@ -246,7 +246,7 @@ def test_a_product_whose_operands_shard_two_axes_over_one_dim_is_right(equation)
 def test_a_gradient_of_ten_axes_is_not_gathered():
     """A drawn model whose queries share keys trains; gradients of tiles have more axes than DTensor gathers."""
     case = models.draw(20261129073).to_sgd()
-    assert "GroupQueryAttention" in case.source
+    assert "GroupQueryAttention" in case.program_lines
     options = {"steps": 1, "batch_dim": case.map.batch_dim}
 
     assert lm.check_parity(case.make_model, case.layout_map, case.batch, **options).agrees

@@ -377,7 +377,7 @@ class TestScopes:
         )
 
         assert plan.global_bytes > 4e9
-        assert not plan.largest_global_init
+        assert not plan.largest_variable_initialized_unsharded
 
     def test_the_tape_is_let_go(self):
         """After a scope nothing of what it recorded is alive."""
@@ -388,7 +388,7 @@ class TestScopes:
 
         assert model.weight.shape == (96, 96)
         tapes = [thing for thing in gc.get_objects() if type(thing) is Tape]
-        assert all(not tape._steps for tape in tapes)
+        assert all(not tape._operations for tape in tapes)
 
 
 class TestCopies:

@@ -11,7 +11,7 @@ from uneven_models import MODELS, OPTIMIZERS, compare_training, find_array_fault
 
 import layoutmap as lm
 from layoutmap.core.errors import LayoutError
-from layoutmap.engines.torch.devices import explain_no_padding
+from layoutmap.engines.torch.devices import explain_why_padding_is_impossible
 from layoutmap.engines.torch.engine import engine
 
 PROCESSES = ("torch",)
@@ -68,7 +68,7 @@ def test_axes_over_several_dims(mesh):
     for size, spec in itertools.product(range(1, 34), (("x", "y"), ("y", "x"))):
         layout, values = lm.Layout([spec], mesh), np.arange(size, dtype=np.float32)
         everywhere = engine().relayout(values, lm.Layout.replicated(mesh, 1))
-        if explain_no_padding(layout, (size,)):
+        if explain_why_padding_is_impossible(layout, (size,)):
             refused += 1
             with pytest.raises(LayoutError, match="is not a multiple of"):
                 engine().relayout(everywhere, layout, pad=True)

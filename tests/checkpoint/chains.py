@@ -102,13 +102,13 @@ class Worker:
             np.random.seed(99)  # noqa: NPY002
             common.place = 0
             opened: list[Any] = []
-            open_source = loading.open_source
+            open_checkpoint_source = loading.open_checkpoint_source
 
             def noted(*args: Any) -> Any:
-                opened.append(open_source(*args))
+                opened.append(open_checkpoint_source(*args))
                 return opened[-1]
 
-            loading.open_source = noted
+            loading.open_checkpoint_source = noted
             model, optimizer = lm.load(
                 self.make_model,
                 self.directory,

@@ -12,7 +12,7 @@ from layoutmap.checkpoint.manifest import NAME, Manifest, manifest_to_bytes
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.storage import LocalStorage, make_random_token
-from layoutmap.checkpoint.writer import WriteTask, write_part
+from layoutmap.checkpoint.writer import WriteTask, write_process_part
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Kind
@@ -48,7 +48,7 @@ def saved(
         shards = [(index, values[each.path][index]) for index in reversed(indices.values())]
         todo.append(WriteTask(each, list(indices.values()), lambda shards=shards: iter(shards)))
     folder = storage.create_step_folder(step, token)
-    part = write_part(storage, folder, 0, todo, sum(array.nbytes for array in values.values()))
+    part = write_process_part(storage, folder, 0, todo, sum(array.nbytes for array in values.values()))
     meshes = [layout.mesh for layout in layouts.values()]
     facts = {
         "id": token,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import layoutmap as lm
-from layoutmap.testing.killed_saves import build_constant_model
+from layoutmap.testing.killed_saves import build_model_in_saving_program
 
 
 def run(side, directory, seed):
@@ -18,7 +18,7 @@ def run(side, directory, seed):
         step = manager.history()[-1].step
     while not manager.is_preempted:
         step += rng.randint(1, 3)
-        value = max(side.read_values()) + 1
+        value = max(side.read_distinct_values()) + 1
         side.set_all_weights(value)
         manager.save(side.model, step, metrics={"loss": rng.random()}, metadata=value)
         if deletes.random() < 0.1:  # and it is saved once more, or not
@@ -36,7 +36,7 @@ def run(side, directory, seed):
 def main():
     engine, directory, seed = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     try:
-        run(build_constant_model(engine), directory, seed)
+        run(build_model_in_saving_program(engine), directory, seed)
     except Exception as error:  # where another process was killed
         print(error, file=sys.stderr, flush=True)
         os._exit(3)

@@ -23,11 +23,11 @@ WORKER = Path(__file__).with_name("killed_run_process.py")
 def check_directory(directory: Path) -> None:
     """Each step is as it was saved, has the values of its own line, and the last one is that of the last save."""
     storage = LocalStorage(directory)
-    there = StepHistory(storage).read_steps()
+    there = StepHistory(storage).read_lineages()
     assert storage.list_steps() == list(there)
     for each in there.values():
         found = StepSource(storage, each.step)
-        assert [] == list(found.find_damage())
+        assert [] == list(found.iterate_damage())
         values = {float(value) for path in found.variables for value in {*found.read(path).ravel().tolist()}}
         assert {float(found.metadata)} == values
         before = [

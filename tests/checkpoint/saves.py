@@ -12,7 +12,7 @@ from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.step_writer import StepWriter, create_step_if_space
+from layoutmap.checkpoint.step_writer import StepWriter, create_step_folder_if_space
 from layoutmap.checkpoint.storage import make_random_token
 from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.blocks import Index, NumpyArray
@@ -53,7 +53,7 @@ def writers(
     variables = [SavedVariable(path, array.shape, array.dtype.name) for path, array in values.items()]
     total_bytes = sum(array.nbytes for array in values.values())
     first = open_storage(directory)
-    folder = create_step_if_space(first, step, token, total_bytes)
+    folder = create_step_folder_if_space(first, step, token, total_bytes)
 
     def read(number: int, path: str, index: Index) -> Iterator[tuple[Index, NumpyArray]]:
         before(number, path)
@@ -95,7 +95,7 @@ def is_good(directory: str | os.PathLike[str], step: int, values: Values) -> boo
     """Whether a step has these values, all checked."""
     found = StepSource(open_storage(directory), step)
     found.check_file_sizes()
-    assert [] == list(found.find_damage())
+    assert [] == list(found.iterate_damage())
     return all(np.array_equal(found.read(path), array) for path, array in values.items())
 
 

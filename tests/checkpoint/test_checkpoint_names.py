@@ -5,7 +5,7 @@ import torch
 from checkpoint_models import assert_equal, make, read_files
 
 import layoutmap as lm
-from layoutmap.adapters.torch.checkpoint_names import _find_axes
+from layoutmap.adapters.torch.checkpoint_names import _describe_axes_of_view
 from layoutmap.core.errors import CheckpointError
 
 PROCESSES = ("torch",)
@@ -48,8 +48,8 @@ def test_views_are_described_by_their_strides():
         None,
         None,
     )
-    assert expected == tuple(_find_axes(view, whole) for view in views)
-    assert _find_axes(torch.empty((), device="meta"), torch.empty((), device="meta")) == " -> "
+    assert expected == tuple(_describe_axes_of_view(view, whole) for view in views)
+    assert _describe_axes_of_view(torch.empty((), device="meta"), torch.empty((), device="meta")) == " -> "
 
 
 def test_a_model_without_a_checkpoint_format_is_refused(tmp_path):
@@ -66,6 +66,6 @@ def test_a_tensor_that_is_joined_from_variables_is_refused(monkeypatch, tmp_path
 
     monkeypatch.setattr(loading, "revert_weight_conversion", join)
     with pytest.raises(
-        CheckpointError, match="joined: this tensor of the checkpoint is no part of one variable"
+        CheckpointError, match="joined: this tensor of the checkpoint is not a part of one variable"
     ):
         lm.export(make("Llama"), tmp_path / "new", names="checkpoint")

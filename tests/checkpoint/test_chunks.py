@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutmap.checkpoint.chunk_table import Chunk, build_chunk_tables, chunk_to_json
-from layoutmap.checkpoint.chunks import choose_chunk_bytes, choose_chunk_shape, split_shard_into_chunks
+from layoutmap.checkpoint.chunks import choose_chunk_shape, choose_max_chunk_bytes, split_shard_into_chunks
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.blocks import (
     Index,
@@ -34,7 +34,7 @@ MIB = 1 << 20
 def chunks_saved(shape: tuple[int, ...], itemsize: int, layout: Layout) -> list[Index]:
     """The chunks of a variable that is saved in a layout."""
     num_bytes = math.prod(shape) * itemsize
-    most = choose_chunk_bytes(num_bytes, num_bytes)
+    most = choose_max_chunk_bytes(num_bytes, num_bytes)
     shards = {str(i): i for i in (layout.shard_slices(shape, d) for d in range(layout.mesh.size))}
     return [
         chunk

@@ -258,7 +258,7 @@ def test_a_missing_data_file_is_said(tmp_path: Path, instead: str) -> None:
         os.mkfifo(file)
 
     assert f"{tmp_path}/step-1/{DATA}: the file is missing" == message(lambda: read_all(tmp_path))[0]
-    assert 1 <= len(list(StepSource(LocalStorage(tmp_path), 1).find_damage()))
+    assert 1 <= len(list(StepSource(LocalStorage(tmp_path), 1).iterate_damage()))
 
 
 @pytest.mark.parametrize("name", [NAME, DATA])
@@ -304,7 +304,7 @@ def test_a_flipped_bit_in_a_data_file_is_found(tmp_path: Path) -> None:
         data[place] ^= 1 << place % 8
         file.write_bytes(data)
         step = StepSource(LocalStorage(tmp_path))
-        (problem,) = step.find_damage()
+        (problem,) = step.iterate_damage()
         assert str(file) in str(problem)
         if place < header:
             assert all(np.array_equal(step.read(path), array) for path, array in values.items())

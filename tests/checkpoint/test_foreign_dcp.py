@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import layoutmap as lm
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.checkpoint.foreign.dcp import DistributedCheckpoint
 from layoutmap.core.errors import CheckpointError
 
@@ -37,7 +37,7 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Distribut
     nested = {name.partition(".")[2]: t for name, t in tensors.items() if "." in name}
     plain: dict[str, Any] = {name: t for name, t in tensors.items() if "." not in name}
     dcp.save(plain | {"nested": nested, "step": 3, "text": "as is"}, checkpoint_id=folder, no_dist=True)
-    source = open_source(folder)
+    source = open_checkpoint_source(folder)
     assert isinstance(source, DistributedCheckpoint)
     return source
 
@@ -88,7 +88,7 @@ def test_shards_of_two_processes_are_one_tensor(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     ended = forked.wait_for_all([forked.start(SHARDED, [str(rank), str(folder)]) for rank in range(2)])
     assert [0, 0] == [each.returncode for each in ended], ended[0].stderr
-    source, values = open_source(folder), np.arange(35, dtype="float32").reshape(5, 7)
+    source, values = open_checkpoint_source(folder), np.arange(35, dtype="float32").reshape(5, 7)
 
     assert {"__0_0.distcp", "__1_0.distcp"} <= {each.name for each in folder.iterdir()}
     for index in (np.s_[0:5, 0:7], np.s_[1:4, 2:6], np.s_[4:5, 6:7]):
@@ -129,7 +129,7 @@ def test_a_pickle_that_names_anything_else_is_refused(
             CheckpointError,
             match=r"its pickle (refers to the unknown name (posix\.system|builtins\.eval)|cannot be read)",
         ):
-            open_source(tmp_path / "c")
+            open_checkpoint_source(tmp_path / "c")
 
     assert ["c"] == [each.name for each in tmp_path.iterdir()]
 
@@ -144,7 +144,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         if damaged is not None:
             file.write_bytes(damaged)
         with pytest.raises(CheckpointError):
-            open_source(tmp_path / "c").verify_block("w")
+            open_checkpoint_source(tmp_path / "c").verify_block("w")
 
     assert ["w"] == list(source.variables)
 
@@ -169,7 +169,7 @@ def test_chunks_that_do_not_cover_a_tensor_are_refused(
         if index.fqn in places
     }
     file.write_bytes(pickle.dumps(metadata))
-    source = open_source(tmp_path / "c")
+    source = open_checkpoint_source(tmp_path / "c")
 
     if found is None:
         assert list(range(16)) == source.read("w").flatten().tolist()

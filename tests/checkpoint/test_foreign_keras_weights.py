@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.core.errors import CheckpointError
 
 pytestmark = [
@@ -44,7 +44,7 @@ def test_all_that_keras_saved_is_there(tmp_path: Path, name: str) -> None:
     sharded = {"max_shard_size": 1e-6} if name.endswith("json") else {}
     save = model.save if name.endswith(".keras") else model.save_weights
     save(tmp_path / name, **sharded)
-    source = open_source(tmp_path / name)
+    source = open_checkpoint_source(tmp_path / name)
     layers = ["dense"] * 2 + ["batch_normalization"] * 4 + ["dense_1"] * 2
     numbers = [0, 1, 0, 1, 2, 3, 0, 1]
     expected = {
@@ -65,7 +65,7 @@ def test_a_block_is_read_by_itself(tmp_path: Path) -> None:
     model.save_weights(tmp_path / "x.weights.h5")
     kernel = np.asarray(model.layers[0].kernel.value)
 
-    found = open_source(tmp_path / "x.weights.h5").read("layers.dense.vars.0", np.s_[2:5, 8:16])
+    found = open_checkpoint_source(tmp_path / "x.weights.h5").read("layers.dense.vars.0", np.s_[2:5, 8:16])
 
     assert (ml_dtypes.bfloat16, kernel[2:5, 8:16].tobytes()) == (found.dtype, found.tobytes())
 
@@ -79,9 +79,9 @@ def test_what_leads_out_of_the_file_is_refused(tmp_path: Path) -> None:
         with h5py.File(tmp_path / f"{name}.weights.h5", "w") as file:
             make(file)
     with pytest.raises(CheckpointError, match="/vars: it is a link"):
-        open_source(tmp_path / "a.weights.h5")
+        open_checkpoint_source(tmp_path / "a.weights.h5")
     with pytest.raises(CheckpointError, match=r"vars\.0: its values are in another file"):
-        open_source(tmp_path / "b.weights.h5")
+        open_checkpoint_source(tmp_path / "b.weights.h5")
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     trained().save_weights(tmp_path / "x.weights.json", max_shard_size=1e-6)
     (tmp_path / "x_00001.weights.h5").unlink()
     with pytest.raises(CheckpointError, match=r"x_00001\.weights\.h5: the file is missing"):
-        open_source(tmp_path / "x.weights.json")
+        open_checkpoint_source(tmp_path / "x.weights.json")
     file = tmp_path / "x_00000.weights.h5"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="the file cannot be read"):
-        open_source(file)
+        open_checkpoint_source(file)
 
 
 def test_what_would_become_larger_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from real_jax_models import tunix
 from safetensors.numpy import load_file
 
 import layoutmap as lm
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.checkpoint.name_tables import read_name_table
 
 pytestmark = [
@@ -158,7 +158,7 @@ def test_each_name_is_in_one_line(other_side: tuple[Path, forked.Running]) -> No
     """Each tensor that transformers saves is in the table of its family, and each line of a table stands for some."""
     folder, _ = other_side
     for family in KERAS:
-        saved = list(open_source(folder / family).variables)
+        saved = list(open_checkpoint_source(folder / family).variables)
         for table in (family, f"{family}_nnx"):
             templates = {piece.name for entry in read_name_table(table).entries for piece in entry.tensors}
             found = {name: [t for t in templates if t.match_name(name)] for name in saved}

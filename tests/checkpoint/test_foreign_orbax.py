@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.core.errors import CheckpointError
 
 TREE = {
@@ -51,17 +51,17 @@ def test_what_orbax_saved_is_read(tmp_path: Path) -> None:
         save(tmp_path / "folders", TREE, use_ocdbt=False),
         save(tmp_path / "zarr3", TREE, use_zarr3=True),
     ]
-    found = [{n: source.read(n) for n in source.variables} for source in map(open_source, forms)]
+    found = [{n: source.read(n) for n in source.variables} for source in map(open_checkpoint_source, forms)]
 
     assert [bits(VALUES)] * 3 == [bits(each) for each in found]
-    assert f"<Orbax {forms[0]}: 4 arrays, no checksums>" == repr(open_source(forms[0]))
+    assert f"<Orbax {forms[0]}: 4 arrays, no checksums>" == repr(open_checkpoint_source(forms[0]))
 
 
 def test_a_block_of_a_sharded_array_is_read(tmp_path: Path) -> None:
     """What orbax wrote in shards of eight devices is read in any block."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
-    source = open_source(
+    source = open_checkpoint_source(
         save(tmp_path / "c", {"w": jax.device_put(jnp.arange(128.0).reshape(8, 16), sharding)})
     )
     values = np.arange(128, dtype="float32").reshape(8, 16)
@@ -83,12 +83,12 @@ def test_steps_of_a_manager(tmp_path: Path) -> None:
         manager.save(10, args=ocp.args.Composite(**both, about=ocp.args.JsonSave({"a": 1})))
         manager.wait_until_finished()
 
-    assert [0.0, 0.0] == open_source(tmp_path).read("w").tolist()
-    assert [0.0, 0.0] == open_source(tmp_path, 5).read("w").tolist()
-    assert ["model.w", "other.w"] == list(open_source(tmp_path / "items").variables)
-    assert ["w"] == list(open_source(tmp_path / "items" / "10" / "model").variables)
+    assert [0.0, 0.0] == open_checkpoint_source(tmp_path).read("w").tolist()
+    assert [0.0, 0.0] == open_checkpoint_source(tmp_path, 5).read("w").tolist()
+    assert ["model.w", "other.w"] == list(open_checkpoint_source(tmp_path / "items").variables)
+    assert ["w"] == list(open_checkpoint_source(tmp_path / "items" / "10" / "model").variables)
     with pytest.raises(CheckpointError, match=r"(?s)there is no step 6.*steps  5"):
-        open_source(tmp_path, 6)
+        open_checkpoint_source(tmp_path, 6)
 
 
 def test_an_nnx_module_is_loaded_from_orbax(tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     shutil.rmtree(folder / "d")
     shutil.rmtree(folder / "ocdbt.process_0")
     with pytest.raises(CheckpointError, match="its values cannot be read"):
-        open_source(folder)
+        open_checkpoint_source(folder)
     (tmp_path / "d" / "_METADATA").write_text("{}")
     with pytest.raises(CheckpointError, match="the metadata cannot be read"):
-        open_source(tmp_path / "d")
+        open_checkpoint_source(tmp_path / "d")
     (tmp_path / "d" / "_METADATA").unlink()
     with pytest.raises(CheckpointError, match="this orbax checkpoint has no arrays"):
-        open_source(tmp_path / "d")
+        open_checkpoint_source(tmp_path / "d")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.checkpoint.foreign.safetensors import Safetensors
 from layoutmap.core.errors import CheckpointError
 
@@ -57,7 +57,7 @@ def test_any_block_has_the_bits_that_were_written(
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
     index = tuple(slice(start, stop) for start, stop in ends)
 
-    found = open_source(file).read("x", index)
+    found = open_checkpoint_source(file).read("x", index)
 
     assert (array.dtype, array[index].shape, array[index].tobytes()) == (
         found.dtype,
@@ -95,9 +95,9 @@ def test_a_folder_of_several_files_is_one_source(tmp_path: Path) -> None:
     """The tensors of all files of an index are there, whether the folder is named, the index, or one has no index."""
     one, two = {"a": np.ones((2, 2), "float32")}, {"b": np.zeros(3, "int8")}
     folder = sharded(tmp_path / "m", {"m-1.safetensors": one, "m-2.safetensors": two})
-    named = [open_source(folder), open_source(folder / "model.safetensors.index.json")]
+    named = [open_checkpoint_source(folder), open_checkpoint_source(folder / "model.safetensors.index.json")]
     (folder / "model.safetensors.index.json").unlink()
-    named.append(open_source(folder))
+    named.append(open_checkpoint_source(folder))
 
     assert [{"a": (2, 2), "b": (3,)}] * 3 == [
         {n: v.shape for n, v in each.variables.items()} for each in named
@@ -137,7 +137,7 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
     make(tmp_path / "x.safetensors")
 
     with pytest.raises(CheckpointError) as raised:
-        open_source(tmp_path / "x.safetensors")
+        open_checkpoint_source(tmp_path / "x.safetensors")
 
     assert [True] * 4 == [
         text in str(raised.value) for text in (what, str(tmp_path / "x.safetensors"), "\n  why ", "\n  fix ")
@@ -164,7 +164,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path, case: s
     folder = sharded(tmp_path / "m", {"m-1.safetensors": one, "m-2.safetensors": two}, index)
 
     with pytest.raises(CheckpointError) as raised:
-        open_source(folder)
+        open_checkpoint_source(folder)
 
     assert what in str(raised.value)
 
@@ -175,14 +175,14 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         save_file({"a": np.ones(2, "float32")}, tmp_path / name)
 
     with pytest.raises(CheckpointError, match="'a' appears twice"):
-        open_source(tmp_path)
+        open_checkpoint_source(tmp_path)
 
 
 def test_a_file_that_is_truncated_later_is_refused(tmp_path: Path) -> None:
     """A file that loses bytes after it was opened is refused when it is checked, and when it is read."""
     file = tmp_path / "x.safetensors"
     save_file({"x": np.ones(8, "float32")}, file)
-    source = open_source(file)
+    source = open_checkpoint_source(file)
     file.write_bytes(file.read_bytes()[:-4])
 
     with pytest.raises(CheckpointError, match="the size of the file has changed"):
@@ -198,7 +198,7 @@ def test_a_pickle_is_refused(tmp_path: Path, name: str) -> None:
 
     for path in (tmp_path / name, tmp_path):
         with pytest.raises(CheckpointError, match=r"(?s)pickles are refused.*never code.*checkpoint convert"):
-            open_source(path)
+            open_checkpoint_source(path)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -206,9 +206,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("none")
 
     with pytest.raises(CheckpointError, match="the format of this checkpoint is not supported"):
-        open_source(tmp_path / "notes.txt")
+        open_checkpoint_source(tmp_path / "notes.txt")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        open_source(tmp_path)
+        open_checkpoint_source(tmp_path)
     save_file({"x": np.ones(8, "float32")}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="leave step out"):
-        open_source(tmp_path, step=3)
+        open_checkpoint_source(tmp_path, step=3)

@@ -59,7 +59,7 @@ def test_a_variable_without_elements_has_a_checksum_of_its_own(
     step = saved(str(tmp_path), values, layouts)
 
     assert num_files == len(step.manifest.files)
-    assert [] == list(step.find_damage())
+    assert [] == list(step.iterate_damage())
     assert {compute_xxh3(b"")} == {
         chunk.checksum for n in range(4) for chunk in step.manifest.chunks[f"empty {n}"]
     }
@@ -92,7 +92,7 @@ def test_a_process_writes_several_files_of_about_equal_size(
 def test_a_large_checkpoint_has_chunks_of_a_mebibyte() -> None:
     """From half a gibibyte on, a variable of it is divided into chunks of that size, and not of an eighth of it."""
     assert [1 << 16, 1 << 20, 1 << 20, 1 << 23] == [
-        chunks.choose_chunk_bytes(variable_bytes, total_bytes)
+        chunks.choose_max_chunk_bytes(variable_bytes, total_bytes)
         for variable_bytes, total_bytes in (
             (1 << 22, 1 << 22),
             (1 << 22, 1 << 29),

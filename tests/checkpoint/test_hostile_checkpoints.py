@@ -22,7 +22,7 @@ import pytest
 from checkpoint.saves import save as save_own
 from safetensors.numpy import save_file
 
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.cli.main import main
 from layoutmap.core.errors import CheckpointError
 
@@ -127,7 +127,7 @@ UNREAD = (
 
 READ_ALL = """
 import contextlib, io, resource, sys
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.checkpoint.foreign.torch_file import TorchFile
 from layoutmap.cli.main import main
 from layoutmap.core.errors import CheckpointError
@@ -141,7 +141,7 @@ for line in sys.stdin:
         print(f"escaped {told.getvalue()[-300:]!r}", flush=True)
         continue
     try:
-        source = TorchFile(path) if path.endswith(".pt") else open_source(path)
+        source = TorchFile(path) if path.endswith(".pt") else open_checkpoint_source(path)
         values = {name: source.read(name) for name in source.variables}
         if hasattr(source, "check_file_sizes"):
             source.check_file_sizes()
@@ -256,11 +256,11 @@ def test_changed_bytes_raise_nothing_else(tmp_path: Path, name: str, seed: int) 
 def test_a_missing_chunk_is_no_zero(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An array whose chunk file is gone is refused and named by verify; one of zeros is read."""
     path = FORMATS[name][1](tmp_path / "m")
-    assert 0.0 == open_source(path).read("z").sum()
+    assert 0.0 == open_checkpoint_source(path).read("z").sum()
     chunk = path / "w" / ("0.0" if name == "zarr" else "c/0/0")
     chunk.unlink()
     with pytest.raises(CheckpointError, match="w: its values cannot be read"):
-        open_source(path).read("w")
+        open_checkpoint_source(path).read("w")
 
     assert 1 == main(["checkpoint", "verify", str(path)])
     assert "w: its values cannot be read" in capsys.readouterr().out
@@ -271,7 +271,7 @@ def test_hdf5_of_either_byte_order_has_its_values(tmp_path: Path, order: str) ->
     """Big-endian values are read as the numbers that they are."""
     with h5py.File(tmp_path / "m.weights.h5", "w") as file:
         file["vars/0"] = np.arange(5, dtype=f"{order}f4")
-    found = open_source(tmp_path / "m.weights.h5")
+    found = open_checkpoint_source(tmp_path / "m.weights.h5")
 
     assert ("float32", [0, 1, 2, 3, 4]) == (found["vars.0"].dtype, found.read("vars.0").tolist())
 

@@ -15,7 +15,7 @@ from layoutmap.checkpoint.lineage import (
     SavedStep,
     StepHistory,
     convert_lineage_to_facts,
-    find_last_step,
+    find_last_step_number,
     make_step_lineage,
     read_lineage_from_facts,
 )
@@ -71,13 +71,13 @@ def test_the_last_step_is_that_of_the_last_save(tmp_path: Path) -> None:
         save(tmp_path, step, values_of(0))
     found = manifest_in(tmp_path / "step-20")
     write_manifest(tmp_path / "step-20", found | {"order": 5, "lines": {"a": 20}})
-    lasts = [find_last_step(LocalStorage(tmp_path))]
+    lasts = [find_last_step_number(LocalStorage(tmp_path))]
     for step in (10, 30):
         (tmp_path / f"step-{step}" / NAME).write_text("{")
-        lasts.append(find_last_step(LocalStorage(tmp_path)))
+        lasts.append(find_last_step_number(LocalStorage(tmp_path)))
 
     assert [20, 20, 30] == lasts
-    assert None is find_last_step(LocalStorage(tmp_path / "nothing"))
+    assert None is find_last_step_number(LocalStorage(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize("lines", [{}, {"a": "x"}, [], None, 5])
@@ -86,7 +86,7 @@ def test_what_is_no_line_is_not_followed(tmp_path: Path, lines: object) -> None:
     save(tmp_path, 10, values_of(0))
     write_manifest(tmp_path / "step-10", manifest_in(tmp_path / "step-10") | {"lines": lines})
     history = StepHistory(LocalStorage(tmp_path))
-    steps = history.read_steps()
+    steps = history.read_lineages()
 
     assert ([10] == history.damaged) != ({"": 10} == (steps[10].lines if steps else None))
 
@@ -99,7 +99,7 @@ def test_what_is_no_metric_is_not_compared(tmp_path: Path, metrics: object) -> N
     write_manifest(tmp_path / "step-10", manifest_in(tmp_path / "step-10") | {"metrics": metrics})
     history = StepHistory(LocalStorage(tmp_path))
 
-    assert [20] == list(history.read_steps())
+    assert [20] == list(history.read_lineages())
     assert [10] == history.damaged
 
 
@@ -111,4 +111,4 @@ def test_a_manifest_that_another_program_has_formatted_is_read(tmp_path: Path, n
     text = json.dumps(json.loads(path.read_text()))
     path.write_text(text + " " * (num_bytes - len(text)))
 
-    assert [10] == list(StepHistory(LocalStorage(tmp_path)).read_steps())
+    assert [10] == list(StepHistory(LocalStorage(tmp_path)).read_lineages())

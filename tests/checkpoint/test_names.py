@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from layoutmap.checkpoint import foreign
 from layoutmap.checkpoint.export import export_source
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.checkpoint.foreign.safetensors import Safetensors
 from layoutmap.checkpoint.name_tables import NamePattern, NameTable, list_name_tables, read_name_table
 from layoutmap.checkpoint.renamed_source import RenamedSource, rename_source
@@ -95,7 +95,7 @@ def test_a_table_reads_both_ways(name: str, skip: str) -> None:
     there = Arrays(theirs(table))
     model = RenamedSource(there, read_name_table(name))
     for path, shape in ours(table).items():
-        model.add_from_table([path], shape)
+        model.add_variable_from_table([path], shape)
     values = {path: model.read(path) for path in ours(table)}
     back = rename_source(Arrays(values), read_name_table(name))
 
@@ -112,7 +112,7 @@ def test_a_block_costs_its_own_elements(name: str, skip: str) -> None:
     there = Arrays(theirs(table))
     model = RenamedSource(there, table)
     for path, shape in ours(table).items():
-        model.add_from_table([path], shape)
+        model.add_variable_from_table([path], shape)
     wrong: list[str] = []
     for path, shape in ours(table).items():
         values = model.read(path)
@@ -137,7 +137,7 @@ def test_bytes_of_files_that_are_read(tmp_path: Path) -> None:
     model = RenamedSource(
         source, read_name_table({"q": {"from": "q.weight", "axes": "(heads size) width -> width heads size"}})
     )
-    model.add_from_table(["q"], (64, 8, 256))
+    model.add_variable_from_table(["q"], (64, 8, 256))
     before = source.bytes_read
 
     block = model.read("q", np.s_[0:64, 4:8, 0:256])
@@ -163,7 +163,7 @@ def test_an_optional_part_is_found_with_and_without_it() -> None:
     found: list[list[int]] = []
     for name in ("embed.weight", "model.embed.weight"):
         model = RenamedSource(Arrays({name: np.arange(3)}), table)
-        model.add_from_table(["e"], (3,))
+        model.add_variable_from_table(["e"], (3,))
         found.append(model.read("e").tolist())
 
     assert [[0, 1, 2]] * 2 == found
@@ -173,7 +173,7 @@ def test_an_optional_part_is_found_with_and_without_it() -> None:
 def test_two_stars_stand_for_any_text() -> None:
     """One line takes a prefix away from all names."""
     model = RenamedSource(Arrays({"model.a.b": np.arange(3)}), read_name_table({"**": "model.**"}))
-    model.add_from_table(["a.b"], (3,))
+    model.add_variable_from_table(["a.b"], (3,))
 
     assert ([0, 1, 2], ["a.b"]) == (model.read("a.b").tolist(), list(model.variables))
     assert ("a.1.b", ["*", "**"]) == (
@@ -193,7 +193,7 @@ def test_fused_tensors_are_divided_and_joined() -> None:
     fused = np.arange(24).reshape(6, 4)
     model = RenamedSource(Arrays({"gate_up": fused}), table)
     for path in ("gate", "up"):
-        model.add_from_table([path], (4, 3))
+        model.add_variable_from_table([path], (4, 3))
     values = {path: model.read(path) for path in ("gate", "up")}
 
     assert [fused[:3].T.tolist(), fused[3:].T.tolist()] == [values["gate"].tolist(), values["up"].tolist()]
@@ -212,11 +212,11 @@ def test_what_does_not_fit_a_table_is_refused_by_name() -> None:
     )
     same = RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3)}), table)
     for path in ("a", "one.a"):
-        same.add_from_table([path], (2, 3))
+        same.add_variable_from_table([path], (2, 3))
     with pytest.raises(CheckpointError, match=r"a and one\.a are read from the same tensor"):
-        same.check_unique_parts(["a", "one.a"])
+        same.check_parts_are_used_once(["a", "one.a"])
     with pytest.raises(CheckpointError, match="make up this variable have different dtypes"):
-        RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3, "int8")}), table).add_from_table(
+        RenamedSource(Arrays({"x": np.zeros(3), "y": np.zeros(3, "int8")}), table).add_variable_from_table(
             ["a"], (2, 3)
         )
     with pytest.raises(CheckpointError, match=r"(?s)no line for 1 variables.*b +not in the table"):
@@ -289,7 +289,9 @@ def test_export_writes_what_the_library_safetensors_reads(tmp_path: Path) -> Non
     assert kept == {name: array.tobytes() for each in found for name, array in each.items()}
     assert kept == {name: array.tobytes() for name, array in load_file(one / "model.safetensors").items()}
     assert (["model.safetensors"], sorted(kept)) == ([p.name for p in one.iterdir()], sorted(written))
-    assert kept == {n: open_source(folder).read(n).tobytes() for n in open_source(folder).variables}
+    assert kept == {
+        n: open_checkpoint_source(folder).read(n).tobytes() for n in open_checkpoint_source(folder).variables
+    }
     assert ["x", "y"] == sorted(path.name for path in tmp_path.iterdir())
 
 
@@ -308,7 +310,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     export_source(Arrays({"x": np.zeros(3)}), tmp_path / "x")
     with pytest.raises(CheckpointError, match="the folder exists already"):
         export_source(Arrays({"x": np.ones(3)}), tmp_path / "x")
-    assert [0.0] * 3 == open_source(tmp_path / "x").read("x").tolist()
+    assert [0.0] * 3 == open_checkpoint_source(tmp_path / "x").read("x").tolist()
 
 
 def test_what_a_killed_export_left_is_deleted_by_the_next(tmp_path: Path) -> None:

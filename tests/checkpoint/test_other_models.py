@@ -220,7 +220,7 @@ def test_an_interrupt_before_any_line_of_a_save_leaves_nothing(tmp_path: Path) -
             is_there = line in lm.CheckpointManager(tmp_path / name).steps
             assert ["step-0", *[f"step-{line}"] * is_there] == names_in(tmp_path / name)
             if is_there:
-                assert [] == list(StepSource(LocalStorage(tmp_path / name), line).find_damage())
+                assert [] == list(StepSource(LocalStorage(tmp_path / name), line).iterate_damage())
                 for each in (tmp_path / name / f"step-{line}").iterdir():
                     each.unlink()
                 (tmp_path / name / f"step-{line}").rmdir()

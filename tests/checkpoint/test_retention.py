@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.retention import Retention, convert_metrics
+from layoutmap.checkpoint.retention import Retention, validate_metrics
 from layoutmap.core.errors import CheckpointError
 
 STEPS = st.lists(st.integers(0, 60), min_size=1, max_size=20, unique=True)
@@ -55,15 +55,15 @@ def test_a_step_is_due_once_for_each_multiple_reached(every: int, strides: list[
     for stride in [0, *strides]:
         step += stride
         passed = range(step, step + 1) if seen is None else range(seen + 1, step + 1)
-        assert any(n and n % every == 0 for n in passed) == policy.is_due(step, seen, 1e9)
+        assert any(n and n % every == 0 for n in passed) == policy.is_save_due(step, seen, 1e9)
         seen = step
 
 
 @given(minutes=st.floats(0.1, 100), seconds=st.floats(0, 10_000), step=st.integers(0, 1000))
 def test_a_step_is_due_after_a_time(minutes: float, seconds: float, step: int) -> None:
     """With a time alone, a step is due once it has passed; with neither of the two, always."""
-    assert (seconds >= 60 * minutes) == Retention(every_minutes=minutes).is_due(step, step, seconds)
-    assert Retention().is_due(step, step, seconds)
+    assert (seconds >= 60 * minutes) == Retention(every_minutes=minutes).is_save_due(step, step, seconds)
+    assert Retention().is_save_due(step, step, seconds)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, object], be
 def test_metrics_are_numbers() -> None:
     """What is not a number, and metrics without the one that compares, are refused by name."""
     with pytest.raises(CheckpointError, match=r"^metrics\['loss'\] is not a number"):
-        convert_metrics({"loss": "small"}, None)
+        validate_metrics({"loss": "small"}, None)
     with pytest.raises(CheckpointError, match=r"^metrics: 'val_loss' is missing"):
-        convert_metrics({"loss": 1}, "val_loss")
+        validate_metrics({"loss": 1}, "val_loss")
 
-    assert {"loss": 1.0} == convert_metrics({"loss": 1}, "loss")
-    assert {} == convert_metrics(None, "loss")
+    assert {"loss": 1.0} == validate_metrics({"loss": 1}, "loss")
+    assert {} == validate_metrics(None, "loss")

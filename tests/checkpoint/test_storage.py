@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_found(directory: str) -> None:
     step = StepSource(open_storage(directory))
 
     assert ["d2.kernel: its values differ from the saved ones"] == [
-        str(problem).splitlines()[0] for problem in step.find_damage()
+        str(problem).splitlines()[0] for problem in step.iterate_damage()
     ]
 
 

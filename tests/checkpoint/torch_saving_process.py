@@ -119,8 +119,11 @@ def main():
         lm.save(model, folder / "steps", step=1)
         step_writer.PATIENCE_SECONDS = 1.0
         if number == int(ends):  # it dies when it has written half
-            write_part = step_writer.write_part
-            step_writer.write_part = lambda *a: (write_part(*a), os.kill(os.getpid(), signal.SIGKILL))
+            write_process_part = step_writer.write_process_part
+            step_writer.write_process_part = lambda *a: (
+                write_process_part(*a),
+                os.kill(os.getpid(), signal.SIGKILL),
+            )
         told["died"] = refusal(lambda: lm.save(model, folder / "steps", step=2))
     (folder / f"{number}.json").write_text(json.dumps(told))
     if ends == "well":

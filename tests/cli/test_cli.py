@@ -15,7 +15,7 @@ from layoutmap.cli.completion import OPTIMIZERS
 from layoutmap.cli.main import main
 from layoutmap.core.text_table import format_bytes
 from layoutmap.rules import presets, zoo
-from layoutmap.rules.yaml_file import read_schema
+from layoutmap.rules.yaml_file import read_rules_file_schema
 
 PROCESSES = ("jax",)
 pytestmark = [pytest.mark.every_case, pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")]
@@ -431,7 +431,10 @@ def test_help(arguments, capsys, monkeypatch):
 
 def test_the_schema_is_printed(capsys):
     """As it is, to be put into a file."""
-    assert (0, json.loads(read_schema())) == (main(["schema"]), json.loads(capsys.readouterr().out))
+    assert (0, json.loads(read_rules_file_schema())) == (
+        main(["schema"]),
+        json.loads(capsys.readouterr().out),
+    )
 
 
 def test_a_published_model_needs_no_function_and_no_file(capsys):

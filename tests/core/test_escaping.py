@@ -15,7 +15,7 @@ from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.table import PlanTable
-from layoutmap.report.contents import CheckpointContents, format_contents_html
+from layoutmap.report.contents import CheckpointContents, format_checkpoint_html
 from layoutmap.saving.sync_plan import SyncPlan, SyncRow
 from layoutmap.scope.plan import make_plan
 
@@ -83,7 +83,7 @@ NOTEBOOK_VIEWS = {
     "difference": lambda name: _plan(name).diff(_plan(f"other{name}"))._repr_html_(),
     "lint": lambda name: _plan(name).lint()._repr_html_(),
     "layout map": lambda name: _layout_map(name)._repr_html_(),
-    "checkpoint": lambda name: format_contents_html(_contents(name)),
+    "checkpoint": lambda name: format_checkpoint_html(_contents(name)),
     "sync": lambda name: _sync(name)._repr_html_(),
 }
 

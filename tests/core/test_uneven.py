@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import layoutmap as lm
-from layoutmap.core.uneven import apply_uneven_policy, derive_layout
+from layoutmap.core.uneven import apply_uneven_policy, derive_layout_from_parent
 from layoutmap.core.variables import VariableSpec
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
@@ -53,8 +53,10 @@ def test_an_axis_made_of_several_follows_the_first():
     """Heads and features that were made one axis are sharded along the heads."""
     kernel = lm.Layout([None, "model", "batch"], lm.Mesh(None, "batch=2,model=4"))
 
-    assert ("unsharded", "model") == derive_layout(kernel, ((0,), (1, 2))).sharding_specs
-    assert ("batch", "model", "unsharded") == derive_layout(kernel, ((2,), (1,), ())).sharding_specs
+    assert ("unsharded", "model") == derive_layout_from_parent(kernel, ((0,), (1, 2))).sharding_specs
+    assert ("batch", "model", "unsharded") == derive_layout_from_parent(
+        kernel, ((2,), (1,), ())
+    ).sharding_specs
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_the_error_offers_padding_first():
     refused = make_plan(
         [up],
         lm.LayoutMap(mesh, {"up": ("model", None)}, uneven="pad"),
-        explain_no_padding=lambda variable, layout: "it is glued",
+        explain_why_padding_is_impossible=lambda variable, layout: "it is glued",
     )
 
     assert [fix] == [p.fix for p in make_plan([up], lm.LayoutMap(mesh, {"up": ("model", None)})).errors]
@@ -135,7 +137,9 @@ def test_the_next_policy_is_for_variables_that_cannot_be_padded():
     plan = make_plan(
         variables,
         layout_map,
-        explain_no_padding=lambda variable, layout: "it is glued" if variable.path == "glued" else "",
+        explain_why_padding_is_impossible=lambda variable, layout: (
+            "it is glued" if variable.path == "glued" else ""
+        ),
     )
 
     assert ["(model, unsharded)", "(unsharded, unsharded)"] == [str(a.layout) for a in plan.assignments]

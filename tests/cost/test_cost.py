@@ -112,7 +112,7 @@ def test_a_collective_of_no_known_cause_is_shown_with_a_question_mark():
     (row,) = cost.collective_rows
     cells = ("all-to-all", "1", "data, model", "NVLink among 8, InfiniBand beyond", "8.0 MiB")
     assert (*cells, size_sent(cost), format_duration(row.seconds), "?", "") == row.cells
-    assert cost.step_seconds == cost.device_seconds + row.seconds
+    assert cost.step_seconds == cost.local_seconds + row.seconds
 
 
 def size_sent(cost):

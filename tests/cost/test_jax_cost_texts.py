@@ -5,7 +5,7 @@ import pytest
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.jax.counting import count_collectives
 from layoutmap.cost.jax.lowered import _cancel_negative_counts
-from layoutmap.cost.jax.partitioned import parse_step
+from layoutmap.cost.jax.partitioned import parse_partitioned_step
 from layoutmap.cost.jax.rewrites import rewrite_collectives, split_combined_all_reduces
 from layoutmap.cost.table import Collective
 
@@ -16,7 +16,7 @@ OVER_DATA, OVER_MODEL = "replica_groups={{0,4},{1,5},{2,6},{3,7}}", "replica_gro
 def found(lines, change=rewrite_collectives):
     """Kind, dims and bytes of the collectives of a module of these lines, of which the last one is returned."""
     *lines, last = (f"  %{line.strip()}" for line in lines.strip().splitlines())
-    block = parse_step(
+    block = parse_partitioned_step(
         "\n".join(["ENTRY %main (x: f32[8]) -> f32[8] {", *lines, last.replace("%", "ROOT %", 1), "}"]), MESH
     )
     change(block)
@@ -90,7 +90,7 @@ def test_a_group_of_a_part_of_a_dim_is_that_part():
         x = f32[64] parameter(0)
         sum = f32[64] all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
     """
-    block = parse_step(
+    block = parse_partitioned_step(
         f"ENTRY %main (x: f32[64]) -> f32[64] {{\n  %{lines.strip()}\n}}".replace(
             "        sum", "  ROOT %sum"
         ),

@@ -16,7 +16,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.cost.jax import hlo
 from layoutmap.cost.jax.compiled import compile_modules
 from layoutmap.cost.jax.counting import count_collectives
-from layoutmap.cost.jax.partitioned import parse_step
+from layoutmap.cost.jax.partitioned import parse_partitioned_step
 from layoutmap.engines.jax import shardy
 
 MESH = Mesh(None, "a=2,b=4")
@@ -103,10 +103,13 @@ def sums(found):
 
 def read_all(text):
     """What the library's two readers of texts say, and the second reader."""
-    block = parse_step(text, MESH)
+    block = parse_partitioned_step(text, MESH)
     graph = count_collectives(block, [""] * len(block.arguments), 0)
     return (
-        sums((each.kind, each.sent_bytes * number) for each, number in hlo.parse_collectives(text).items()),
+        sums(
+            (each.kind, each.sent_bytes * number)
+            for each, number in hlo.count_compiled_collectives(text).items()
+        ),
         sums((each.kind, each.count_sent_bytes(MESH) * number) for each, number in graph.items()),
         hlo_proto.sent_by_text(text, 8),
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import DeviceGroup
-from layoutmap.cost.machines import load_devices, machine_named, parse_devices, resolve_machine
+from layoutmap.cost.machines import load_built_in_devices, machine_named, parse_devices, resolve_machine
 
 MINE = textwrap.dedent("""\
     version: 1
@@ -26,7 +26,7 @@ MINE = textwrap.dedent("""\
 
 def test_each_device_has_figures_and_a_source_for_them():
     """And each multiplies bfloat16 and float32 at a known rate."""
-    for device in load_devices().values():
+    for device in load_built_in_devices().values():
         assert device.sources
         assert {"bfloat16", "float32"} <= set(device.flops)
         assert device.slow.bandwidth < device.fast.bandwidth < device.memory_bandwidth
@@ -158,7 +158,7 @@ def test_a_name_of_no_machine_is_refused(name, what, fix):
     [
         ("memory:", "memery:", "mine: big: key 'memery' is not known"),
         ("fast: {name", "fast: {nam", "mine: big.fast: key 'nam' is not known"),
-        ("        memory: 48 GiB\n".removeprefix("    "), "", "mine: big: it has no 'memory'"),
+        ("        memory: 48 GiB\n".removeprefix("    "), "", "mine: big: the key 'memory' is missing"),
         ("48 GiB", "48", "mine: big: memory is not a positive number with the unit B"),
         (
             "180 TFLOP/s",
@@ -168,9 +168,9 @@ def test_a_name_of_no_machine_is_refused(name, what, fix):
         ("900 GB/s", "0 GB/s", "mine: big: memory_bandwidth is not a positive number with the unit B/s"),
         ("devices: 4", "devices: 0", "mine: big.fast: devices is not a number of devices"),
         ("{bfloat16: 180 TFLOP/s}", "{}", "mine: big: flops lists no element type"),
-        ("version: 1", "version: 2", "mine: version 2"),
+        ("version: 1", "version: 2", "mine: version 2 is not known"),
         ("about: a device of ours", "about: [1]", "mine: big: about is not text"),
-        (MINE, "[]", "mine: it is not a mapping"),
+        (MINE, "[]", "mine: the value is not a mapping"),
         (MINE, "a: [", "mine cannot be read"),
     ],
 )

@@ -14,7 +14,7 @@ from flax import nnx
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
-from layoutmap.cost.jax.memory import estimate_upper_bound
+from layoutmap.cost.jax.memory import estimate_memory_upper_bound
 from layoutmap.cost.machines import machine_named
 from layoutmap.cost.model_steps import load_step_counter
 
@@ -85,7 +85,7 @@ def test_what_is_held_at_the_peak_is_all_of_it(blocks):
     step = plan.cost.step
 
     held = sum(each.num_bytes for each in step.held)
-    assert step.least_peak_bytes - step.argument_bytes == estimate_upper_bound(held, step.collectives)
+    assert step.least_peak_bytes - step.argument_bytes == estimate_memory_upper_bound(held, step.collectives)
     assert {"activations", "gradients"} <= {each.kind for each in step.held}
     assert plan.verdict.needed_bytes >= sum(cause.num_bytes for cause in plan.verdict.because)
 

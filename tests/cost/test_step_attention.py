@@ -80,7 +80,9 @@ def counted(make, library, **options):
     layout_map = lm.LayoutMap(MESH, rest="replicated")
     step = lm.lower_step(make, layout_map, inputs=X, library=library).step
     assignments = [Assignment(v, Layout.replicated(MESH, len(v.shape))) for v in step.variables]
-    return StepCounter(step, **options).count(assignments, LayoutPolicy(MESH, "data"), with_peak_tensors=True)
+    return StepCounter(step, **options).compute_cost(
+        assignments, LayoutPolicy(MESH, "data"), with_peak_tensors=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from layoutmap.testing import models
 def test_a_group_has_its_size_in_each_of_xlas_notations(groups):
     """A collective is over as many devices as one of its groups has, however XLA writes them."""
     line = f"  %sum = f32[8]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add"
-    found = hlo.parse_collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
+    found = hlo.count_compiled_collectives(f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{line}\n}}")
     assert {hlo.CompiledCollective("all_reduce", 4, 32): 1} == found
 
 

@@ -29,7 +29,7 @@ from step_models import (
 
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
-from layoutmap.cost.jax.equal_blocks import describe_attributes
+from layoutmap.cost.jax.equal_blocks import make_comparable_attributes
 
 KERNEL = WIDTH * INNER * 4
 
@@ -324,7 +324,7 @@ def test_functions_of_any_kind_are_settings():
     """A function may refer to itself, or to a name that has no value yet."""
 
     def of(*functions):
-        return [describe_attributes(types.SimpleNamespace(call=function)) for function in functions]
+        return [make_comparable_attributes(types.SimpleNamespace(call=function)) for function in functions]
 
     def refers(is_complete):
         def function():

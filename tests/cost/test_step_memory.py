@@ -27,8 +27,8 @@ from step_models import (
 import layoutmap as lm
 from layoutmap.core.variables import get_itemsize
 from layoutmap.cost.jax.counting import count_flops
-from layoutmap.cost.jax.memory import estimate_upper_bound
-from layoutmap.cost.jax.partitioned import parse_step
+from layoutmap.cost.jax.memory import estimate_memory_upper_bound
+from layoutmap.cost.jax.partitioned import parse_partitioned_step
 
 
 def test_what_gradients_are_made_of_is_held_until_the_backward_pass_is_through():
@@ -51,7 +51,7 @@ def test_what_gradients_are_made_of_is_held_until_the_backward_pass_is_through()
     # What the first layer is given is an argument. When memory is short, two gradients are alive at a time.
     plenty, short = (depth - 1 + depth) * activation + gradient + loss, (depth - 1 + 2) * activation + loss
     found = [peak - cost.argument_bytes for peak in (cost.peak_bytes, cost.least_peak_bytes)]
-    assert [estimate_upper_bound(each, cost.collectives) for each in (plenty, short)] == found
+    assert [estimate_memory_upper_bound(each, cost.collectives) for each in (plenty, short)] == found
 
 
 def test_an_embedding_leaves_the_order_of_gradients_as_it_is():
@@ -110,7 +110,7 @@ def test_operands_of_odd_sizes_are_held_padded():
 
         inputs = jax.ShapeDtypeStruct((64 * ROWS, width), dtype)
         cost = lowered(make, inputs=inputs, optimizer=optax.sgd(1e-3)).count(lm.LayoutMap(MESH))
-        return (cost.peak_bytes - estimate_upper_bound(0, cost.collectives)) - cost.argument_bytes
+        return (cost.peak_bytes - estimate_memory_upper_bound(0, cost.collectives)) - cost.argument_bytes
 
     odd, even = beside_arguments("bfloat16", 63), beside_arguments("bfloat16", 64)
     assert odd > 1.5 * even
@@ -139,7 +139,7 @@ def test_what_a_scan_stacks_has_memory_of_its_own():
     inputs = jax.ShapeDtypeStruct((rows, WIDTH), "float32")
     cost = lowered(Stack, inputs=inputs, optimizer=optax.sgd(1e-3)).count(lm.LayoutMap(MESH))
     activation, weights = rows // 4 * WIDTH * 4, 2 * DEPTH * WIDTH * WIDTH * 4
-    held = (cost.peak_bytes - estimate_upper_bound(0, cost.collectives) - cost.argument_bytes) / 1.1
+    held = (cost.peak_bytes - estimate_memory_upper_bound(0, cost.collectives) - cost.argument_bytes) / 1.1
     # Of each block what its two products are given; the gradients of all, and a few activations at a time.
     assert 2 * DEPTH * activation + weights <= held <= (2 * DEPTH + 4) * activation + 2 * weights
 
@@ -187,4 +187,4 @@ def test_an_estimate_of_a_peak_is_no_less_than_what_xla_compiles(kind, target):
     counted = step.count(lm.LayoutMap(MESH))
     made = step.compile(lm.LayoutMap(MESH), target=target)
     assert 0.95 <= counted.peak_bytes / made.peak_bytes
-    assert counted.flops == count_flops(parse_step(made.text, MESH))
+    assert counted.flops == count_flops(parse_partitioned_step(made.text, MESH))

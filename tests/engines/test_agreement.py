@@ -9,7 +9,7 @@ from threads_as_processes import everywhere
 
 import layoutmap as lm
 from layoutmap.engines.agreement import (
-    CallSchedule,
+    CallComparisonSchedule,
     check_same_batch,
     check_same_program,
     compare_texts,
@@ -74,11 +74,11 @@ def test_processes_that_make_different_calls_find_out():
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
 def test_calls_are_compared_without_end_and_ever_more_rarely(epochs):
     """The first eight calls, each power of two, and each that begins an epoch are compared, and no others."""
-    schedule, due, begins, calls = CallSchedule(), [], [], 0
+    schedule, due, begins, calls = CallComparisonSchedule(), [], [], 0
     for length in epochs:
         schedule.begins_epoch = True
         begins.append(calls + 1)
-        due += [call for call in range(calls + 1, calls + length + 1) if schedule.count_call()]
+        due += [call for call in range(calls + 1, calls + length + 1) if schedule.should_compare_next_call()]
         calls += length
     powers = {1 << n for n in range(calls.bit_length())}
 

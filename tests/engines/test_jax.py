@@ -16,7 +16,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.jax.engine import engine
-from layoutmap.engines.jax.programs import ShardedProgram, explain_no_shards, trace_program
+from layoutmap.engines.jax.programs import ShardedProgram, explain_why_sharding_changes_values, trace_program
 from layoutmap.testing.engine_contract import EngineContract, assert_same_bits
 
 
@@ -83,7 +83,7 @@ def counted(shape, traced):
 
 def reason(draw):
     """Why an initializer's program cannot be computed in shards."""
-    return explain_no_shards(trace_program(draw.program.function, draw.program.seed))
+    return explain_why_sharding_changes_values(trace_program(draw.program.function, draw.program.seed))
 
 
 def key_of(seed):

@@ -17,10 +17,10 @@ from layoutmap.core.errors import EngineError
 from layoutmap.cost.jax import compiled, compiler
 from layoutmap.cost.jax.compiled import compile_modules
 from layoutmap.cost.jax.compiler_process import NO_DEVICES
-from layoutmap.cost.jax.hlo import CompiledCollective, parse_collectives
+from layoutmap.cost.jax.hlo import CompiledCollective, count_compiled_collectives
 from layoutmap.cost.jax.targets import TARGETS
-from layoutmap.cost.machines import load_devices
-from layoutmap.cost.verified import TooLargeError
+from layoutmap.cost.machines import load_built_in_devices
+from layoutmap.cost.verified import StepTooLargeError
 
 MODULE = b"module @step { func.func public @main(%x: tensor<8xf32>) -> tensor<8xf32> { return %x : tensor<8xf32> } }"
 NO_MEMORY = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm."
@@ -75,19 +75,19 @@ def test_collectives_in_fusions_of_tpus_are_found():
         CompiledCollective("reduce_scatter", 8, 256 * 1024 * 4): 1,
         CompiledCollective("all_reduce", 4, 256 * 512 * 4): 1,
         CompiledCollective("all_reduce", 4, 4): 1,
-    } == dict(parse_collectives(TPU))
+    } == dict(count_compiled_collectives(TPU))
 
 
 def test_each_machine_has_a_compiler():
     """`verify=True` compiles for the devices that have a name."""
-    assert set() == set(load_devices()) - set(TARGETS)
+    assert set() == set(load_built_in_devices()) - set(TARGETS)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 8, 12, 17, 60, 8960])
 def test_slices_of_tpus_have_as_many_as_the_mesh(number):
     """Whatever the number is, the sides of the slice make it."""
     for name in ("v5e", "v5p"):
-        *sides, size = 1, 1, 1, *TARGETS[name].choose_sides(number)
+        *sides, size = 1, 1, 1, *TARGETS[name].choose_tpu_slice_sides(number)
         for side in sides:
             size *= side
         assert number == size
@@ -196,9 +196,9 @@ def test_what_is_printed_before_code_is_made_is_what_xla_says_of_the_whole(targe
           return %y, %z : tensor<64x32xf32>, tensor<32x16xf32>
         } }"""
     printed = compile_modules([module], 8, target)[0]
-    environment = compiler.make_environment(TARGETS[target], 8)
+    environment = compiler.make_compiler_environment(TARGETS[target], 8)
     plain = environment | {"XLA_FLAGS": environment["XLA_FLAGS"].partition(" --xla_dump")[0]}
-    monkeypatch.setattr(compiled, "make_environment", lambda *args: plain)
+    monkeypatch.setattr(compiled, "make_compiler_environment", lambda *args: plain)
     whole = compile_modules([module], 8, target)[0]
     assert (printed.argument_bytes, printed.peak_bytes) == (whole.argument_bytes, whole.peak_bytes)
     assert printed.collectives == whole.collectives
@@ -243,5 +243,5 @@ def test_what_a_compiler_says_in_its_end(code, said, what):
 def test_a_step_that_is_too_large_has_what_it_needs():
     """XLA for TPUs says it in GiB."""
     error = compiled._make_compile_error("v5e", TARGETS["v5e"], 1, f"JaxRuntimeError: {NO_MEMORY}")
-    assert isinstance(error, TooLargeError)
+    assert isinstance(error, StepTooLargeError)
     assert 20.5 * 2**30 == error.peak_bytes

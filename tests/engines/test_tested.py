@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
-from layoutmap.engines.tested import TESTED, import_framework_module, warn_if_untested
+from layoutmap.engines.tested import TESTED, import_module_needing_framework, warn_if_untested
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_release_without_a_name_is_refused_by_name(release_of_jax, tmp_path, m
     (tmp_path / "needs_a_name.py").write_text("import jax\njax.gone\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(EngineError) as caught:
-        import_framework_module("jax", "needs_a_name")
+        import_module_needing_framework("jax", "needs_a_name")
 
     tested = " to ".join(dict.fromkeys(TESTED["jax"]))
     assert [
@@ -76,7 +76,7 @@ def test_another_fault_is_not_the_release(release_of_jax, tmp_path, monkeypatch)
     (tmp_path / "needs_a_package.py").write_text("import no_such_package\n")
     release_of_jax(TESTED["jax"][1])
     with pytest.raises(AttributeError, match="gone"):
-        import_framework_module("jax", "needs_a_name")
+        import_module_needing_framework("jax", "needs_a_name")
     release_of_jax("99.0.0")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        import_framework_module("jax", "needs_a_package")
+        import_module_needing_framework("jax", "needs_a_package")

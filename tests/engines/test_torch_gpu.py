@@ -35,7 +35,7 @@ from layoutmap.testing import torch_speeds as speeds
 
 kind = speeds.describe_devices()["kind"]
 torch.empty(2**26, device="cuda" if kind != "CPU" else "cpu")
-peak = speeds.watch_peak_bytes()
+peak = speeds.make_peak_bytes_reader()
 torch.empty(2**24, device="cuda" if kind != "CPU" else "cpu")
 print(kind, peak(), sep=",")
 """

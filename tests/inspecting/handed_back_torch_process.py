@@ -106,7 +106,7 @@ def main():
                 model = lay_out(plan, case.make_model, forms)
             except lm.PlanError as error:
                 told[f"refused by {lay_out.__name__}"] += 1
-                refused.add(error.what.split(": ")[1] in {*plan, *case.model.layer_outputs})
+                refused.add(error.what.split(": ")[1] in {*plan, *case.model.layer_output_shapes})
                 continue
             told[lay_out.__name__] += 1
             assert shards(plan) == shards(lm.inspect(model)), seed

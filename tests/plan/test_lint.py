@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutmap import Layout, LayoutMap, Mesh, Plan, PlanError
-from layoutmap.core.variables import Use, VariableSpec
+from layoutmap.core.variables import AxesUse, VariableSpec
 from layoutmap.cost.table import Collective
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
@@ -20,7 +20,7 @@ DATA, MODEL = 2, 4
 
 
 def weight(path, shape, *roles, head_size=None):
-    return VariableSpec(path, shape, "float32", use=Use(roles, head_size) if roles else None)
+    return VariableSpec(path, shape, "float32", use=AxesUse(roles, head_size) if roles else None)
 
 
 def decoder(prefix="", *, flat=False, number=2):

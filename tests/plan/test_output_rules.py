@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.cli.syntax import translate_to_yaml
+from layoutmap.cli.syntax import translate_rules_to_yaml
 from layoutmap.cost.table import Collective
-from layoutmap.plan.output_rules import OutputRanks, write_example_rule, write_output_rule
+from layoutmap.plan.output_rules import OutputRanks, make_example_rule_fix, make_output_rule_text
 
 L = keras.layers
 
@@ -105,7 +105,7 @@ def test_the_rule_that_the_plan_advises_can_be_copied(case):
     layout_map = shard_matrices(lm.create_mesh(dims))
     (problem,) = list_warnings(make, layout_map, **options)
     python = re.search(r"layout_map\.activations\[.*?\] = \(.*?\)", problem.fix)[0]
-    yaml = re.search(r"activations: \{.*?\}", translate_to_yaml(problem.fix))[0]
+    yaml = re.search(r"activations: \{.*?\}", translate_rules_to_yaml(problem.fix))[0]
     copied = lm.LayoutMap.from_yaml(f"version: 1\nrules: {{}}\n{yaml}\n", layout_map.mesh)
     exec(python)
 
@@ -160,8 +160,8 @@ def test_without_a_rank_the_rule_is_in_words():
     end = " that shards its first axis over data and its last axis over tp"
     ranks = OutputRanks({"blocks.0.up": None, "blocks.1.up": None})
 
-    known = write_output_rule(ranks, "blocks.*.up", "data", "tp")
-    unknown = write_output_rule(None, "blocks.*.up", "data", "tp")
+    known = make_output_rule_text(ranks, "blocks.*.up", "data", "tp")
+    unknown = make_output_rule_text(None, "blocks.*.up", "data", "tp")
     assert rf'{start}r"blocks\.\d+\.up$"{end}' == known
     assert (
         f"{start}blocks.*.up (of a pytree: jax.lax.with_sharding_constraint where it is computed){end}"
@@ -172,7 +172,7 @@ def test_without_a_rank_the_rule_is_in_words():
 def test_without_layers_that_have_weights_the_fix_says_how_to_find_the_path():
     """As of weights that the model itself owns."""
     mesh = lm.Mesh(None, "data=2,tp=4")
-    fix = write_example_rule(OutputRanks({"up": None}), ["kernel"], mesh, None)
+    fix = make_example_rule_fix(OutputRanks({"up": None}), ["kernel"], mesh, None)
 
     assert fix == (
         "add a rule to layout_map.activations for the output of a layer, with 'data' for its first axis; "

@@ -10,7 +10,7 @@ import layoutmap as lm
 from layoutmap.core.uneven import apply_uneven_policy
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.problems import Problem, merge_problems
-from layoutmap.report.rows import make_rows
+from layoutmap.report.rows import make_table_rows
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.testing import strategies
 
@@ -214,7 +214,7 @@ def test_a_map_that_says_that_the_rest_is_replicated_is_strict():
             '  because     no rule matches, so it is replicated, as layout_map.rest = "replicated" says'
             in (each.explain("d1.bias").splitlines())
         )
-        assert ["1", "the rest", "the rest"] == [row.rule_text for row in make_rows(each)]
+        assert ["1", "the rest", "the rest"] == [row.rule_text for row in make_table_rows(each)]
     layout_map["typo"] = (None,)
     with pytest.raises(lm.PlanError, match=r"rule 2  typo: matches no variable"):
         make_plan([weight("d1.kernel"), weight("d1.bias", (6,))], layout_map).check(strict=True)

@@ -170,7 +170,7 @@ norm.moving_mean: no rule matches, so it is replicated
   why    every device holds all 64 bytes of it
   fix    add a rule: layout_map[r"norm\.moving_mean$"] = (None,)
 
-no rule matches some: set layout_map.rest = "replicated" if that is meant""".strip().split("\n\n")
+some variables match no rule: set layout_map.rest = "replicated" if that is meant""".strip().split("\n\n")
 
 EXPLAINED = {
     "blocks.1.up.kernel": r"""

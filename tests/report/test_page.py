@@ -13,7 +13,7 @@ import layoutmap as lm
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.problems import Problem
 from layoutmap.report.page.page import _SCRIPTS, make_plan_page
-from layoutmap.report.rows import make_rows
+from layoutmap.report.rows import make_table_rows
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -145,7 +145,7 @@ def test_the_bytes_of_the_page_are_those_of_the_plan(drawn):
     """Every variable, with the bytes that the plan counts, in the rows of the terminal's table."""
     _, _, plan = drawn
     data = data_of(plan.to_html())
-    rows = make_rows(plan)
+    rows = make_table_rows(plan)
 
     assert [plan.global_bytes, plan.device_bytes] == data["bytes"]
     assert [

@@ -26,7 +26,7 @@ from layoutmap.cli.main import main
 from layoutmap.core.paths import format_merged_paths
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.table import Collective
-from layoutmap.plan.completeness import find_unbuilt_problem, make_unbuilt_problem
+from layoutmap.plan.completeness import find_unbuilt_layers_problem, make_unbuilt_layers_problem
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -573,7 +573,7 @@ def gates(draw):
     if draw(st.integers(0, 3)) == 0:
         plan = costs.plan(peak_bytes=draw(st.integers(1, 2**40)))
     if draw(st.integers(0, 3)) == 0:
-        plan = plan.add_problem(make_unbuilt_problem("Net", ["up", "down"], called=False))
+        plan = plan.add_problem(make_unbuilt_layers_problem("Net", ["up", "down"], called=False))
     options = draw(st.lists(st.sampled_from(["--strict", "--partial"]), unique=True))
     memory = draw(st.none() | st.sampled_from([1, plan.verdict.needed_bytes - 1, plan.verdict.needed_bytes]))
     return plan, options + (["--device-memory", f"{memory / 1000:.3f}KB"] if memory and memory > 0 else [])
@@ -591,7 +591,7 @@ def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, dr
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()):
         code = main(["plan", str(folder / "plan.json"), "--html", str(page), "--json", str(again), *options])
     lines = out.getvalue().splitlines()
-    if find_unbuilt_problem(plan) and "--partial" not in options:
+    if find_unbuilt_layers_problem(plan) and "--partial" not in options:
         assert (2, [], False, False) == (code, lines, page.exists(), again.exists())
         return
 
@@ -602,7 +602,7 @@ def test_the_page_and_the_exit_code_say_one_thing(browser, open_page, folder, dr
     assert says == judged.verdict.headline == json.loads(again.read_text(encoding="utf-8"))["verdict"]["says"]
     assert (code == 1) == (mood == "bad")
     assert (code == 0) == (mood in ("well", "doubt"))
-    if find_unbuilt_problem(plan) or plan.errors:
+    if find_unbuilt_layers_problem(plan) or plan.errors:
         assert mood != "well"
         assert "fits" not in says
     assert says.count("fits") == (judged.verdict.fits is True)
@@ -860,7 +860,7 @@ def test_a_step_is_shown_by_the_command_line_and_files_are_checked(folder, brows
         assert main(["plan", str(saved_plan), "--html", str(page), "--step", str(saved_step)]) in (0, 1)
     assert "train.py:31" in page.read_text()
     for wrong in ({}, {**EXPLAINED, "products": [{}]}, [1]):
-        with pytest.raises(lm.PlanError, match="not the explanation of a step"):
+        with pytest.raises(lm.PlanError, match="not the explanation of a compiled step"):
             PLAN.to_html(explained=wrong)
 
 

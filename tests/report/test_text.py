@@ -8,7 +8,7 @@ from report.test_golden import one_of_each
 import layoutmap as lm
 from layoutmap.core.text_table import format_bytes, format_html_table
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.report.rows import make_rows
+from layoutmap.report.rows import make_table_rows
 from layoutmap.report.text import format_plan_warnings
 from layoutmap.scope.plan import make_plan
 
@@ -42,7 +42,7 @@ def test_what_a_scope_warns_of():
 def test_every_variable_is_in_exactly_one_row():
     """Folding loses nothing and counts nothing twice."""
     plan = one_of_each()
-    rows = make_rows(plan)
+    rows = make_table_rows(plan)
 
     assert sorted(a.variable.path for a in plan.assignments) == sorted(
         a.variable.path for r in rows for a in r.assignments
@@ -58,7 +58,7 @@ def test_numbers_of_an_optimizer_are_one_row():
         for v in weights
         for name, shape in (("step", ()), ("exp_avg", v.shape))
     ]
-    rows = make_rows(make_plan([*weights, *slots], lm.LayoutMap("model=4", {"head": ("model", None)})))
+    rows = make_table_rows(make_plan([*weights, *slots], lm.LayoutMap("model=4", {"head": ("model", None)})))
 
     assert ["embed.weight", "norm.weight", "head.weight", "optimizer.*.step", "optimizer.*.exp_avg"] == [
         row.path for row in rows
@@ -70,8 +70,10 @@ def test_models_are_distinguished():
     """Where a scope built several models, each row names its model; one model needs no name."""
     several = [VariableSpec("k", (8,), "float32", model=name) for name in ("teacher", "student")]
 
-    assert ["teacher: k", "student: k"] == [r.path for r in make_rows(make_plan(several, lm.LayoutMap(MESH)))]
-    assert ["k"] == [r.path for r in make_rows(make_plan(several[:1], lm.LayoutMap(MESH)))]
+    assert ["teacher: k", "student: k"] == [
+        r.path for r in make_table_rows(make_plan(several, lm.LayoutMap(MESH)))
+    ]
+    assert ["k"] == [r.path for r in make_table_rows(make_plan(several[:1], lm.LayoutMap(MESH)))]
 
 
 def test_sizes_as_people_read_them():
@@ -126,4 +128,4 @@ def test_a_derived_variable_is_shown_with_its_parent():
     assert [
         ("blocks.{0..1}.up.kernel", "1"),
         ("blocks.{0..1}.up.kernel_scale", "as blocks.{0..1}.up.kernel"),
-    ] == [(row.path, row.rule_text) for row in make_rows(plan)]
+    ] == [(row.path, row.rule_text) for row in make_table_rows(plan)]

@@ -3,8 +3,8 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from layoutmap.core.paths import split_at_numbers
-from layoutmap.rules.merged_rules import make_rules_for_groups
+from layoutmap.core.paths import split_path_at_numbers
+from layoutmap.rules.merged_rules import make_rules_for_path_groups
 from layoutmap.rules.rule_set import RuleSet
 
 PARTS = st.sampled_from(["up", "down", "q_proj", "k_proj", "kernel", "block", "h", "a+b", "up_2", "mlp-x"])
@@ -26,7 +26,7 @@ def layouts(draw):
     found = {}
     paths = st.one_of(st.lists(PATHS.map(".".join), min_size=1, max_size=12, unique=True), st.sets(NUMBERED))
     for path in draw(paths):
-        found.setdefault((split_at_numbers(path), draw(SPECS)), []).append(path)
+        found.setdefault((split_path_at_numbers(path), draw(SPECS)), []).append(path)
     return {tuple(paths): specs for (_, specs), paths in found.items()}
 
 
@@ -42,7 +42,7 @@ OTHERS = [f"b.{block}.{name}_{number}.w" for block, number in ((0, 0), (1, 1)) f
 def test_rules_give_just_these_layouts(found, others):
     """Each path gets the specs of its group from the rules, and paths that are none of them get nothing."""
     owners = {path: path for path in others if all(path not in paths for paths in found)}
-    layout_map = RuleSet("data=2,model=4", make_rules_for_groups(found, owners), rest="replicated")
+    layout_map = RuleSet("data=2,model=4", make_rules_for_path_groups(found, owners), rest="replicated")
     expected = {path: specs for paths, specs in found.items() for path in paths} | dict.fromkeys(
         owners, (None,)
     )
@@ -62,17 +62,17 @@ def test_what_differs_in_one_part_is_one_rule():
     assert {
         r".*\.(q|k)_dense\.kernel$": (None, "model"),
         r".*\.output_dense\.kernel$": ("model", None),
-    } == make_rules_for_groups(attention | outputs)
+    } == make_rules_for_path_groups(attention | outputs)
 
 
 def test_another_path_to_a_variable_may_match():
     """A rule may match other paths to the same variable, and no paths of others."""
     found = {("head.kernel",): ("model", None), ("emb.table",): (None, "model")}
-    assert list(make_rules_for_groups(found, {"tied.head.kernel": "head.kernel"})) == [
+    assert list(make_rules_for_path_groups(found, {"tied.head.kernel": "head.kernel"})) == [
         r"(.*\.)?head\.kernel$",
         r"(.*\.)?emb\.table$",
     ]
-    assert list(make_rules_for_groups(found, {"tied.head.kernel": "other"})) == [
+    assert list(make_rules_for_path_groups(found, {"tied.head.kernel": "other"})) == [
         r"head\.kernel$",
         r"(.*\.)?emb\.table$",
     ]

@@ -12,7 +12,7 @@ import yaml
 
 import layoutmap as lm
 from layoutmap.rules import presets
-from layoutmap.rules.patterns import explain_slow_pattern
+from layoutmap.rules.patterns import explain_why_pattern_is_slow
 
 DOUBLING = [
     "(a+)+$",
@@ -88,7 +88,7 @@ def test_usual_patterns_are_taken():
     maps = [lm.LayoutMap.preset(name, mesh, fsdp_dim="data") for name in presets.list_presets()]
 
     assert FINE == list(lm.LayoutMap.from_yaml(write_rules(FINE)))
-    assert [] == [p for m in maps for p in (*m, *m.activations) if explain_slow_pattern(p)]
+    assert [] == [p for m in maps for p in (*m, *m.activations) if explain_why_pattern_is_slow(p)]
 
 
 def test_the_message_says_what_to_write():
@@ -151,7 +151,7 @@ def test_a_drawn_regex_that_never_ends_is_refused(seed: int):
     """No regex that repeats what can be matched in two ways may be in a file."""
     chance = random.Random(seed)
 
-    assert [] == [p for p in (drawn_endless(chance) for _ in range(10)) if not explain_slow_pattern(p)]
+    assert [] == [p for p in (drawn_endless(chance) for _ in range(10)) if not explain_why_pattern_is_slow(p)]
 
 
 def drawn_usual(chance: random.Random) -> str:
@@ -188,4 +188,4 @@ def test_no_usual_regex_is_refused(seed: int):
     """All of a thousand drawn patterns as people write them are taken."""
     chance = random.Random(seed)
 
-    assert [] == [p for p in (drawn_usual(chance) for _ in range(100)) if explain_slow_pattern(p)]
+    assert [] == [p for p in (drawn_usual(chance) for _ in range(100)) if explain_why_pattern_is_slow(p)]

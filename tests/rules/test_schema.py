@@ -13,7 +13,7 @@ import layoutmap as lm
 from layoutmap.rules import yaml_file
 from layoutmap.testing import strategies
 
-SCHEMA = json.loads(yaml_file.read_schema())
+SCHEMA = json.loads(yaml_file.read_rules_file_schema())
 PRESETS = sorted((PACKAGE / "rules" / "presets").glob("*.yaml"))
 _KEYS = [
     "version",
@@ -112,7 +112,7 @@ def test_the_schema_says_what_from_yaml_says(data):
     """What `from_yaml` refuses for its form fails, and what it reads passes."""
     text = yaml.safe_dump(data, sort_keys=False)
     try:
-        yaml_file.read_rules_file(text)
+        yaml_file.parse_rules_file(text)
     except lm.RuleError:
         assert not is_valid(data)
         return

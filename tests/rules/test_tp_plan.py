@@ -316,9 +316,9 @@ BAD = {
         lambda: converted({"a.*": "colwise"}, {"a.0.weight": (8, 8), "a.1.weight": (8, 8, 8)}),
         """
         tp_plan entry 'a.*': its parameters have different ranks, 2 and 3
-          one of them  a.1.weight
-          why          a rule gives one layout, with a spec for each axis
-          fix          write an entry for each of them
+          parameter  a.1.weight
+          why        a rule gives one layout, with a spec for each axis
+          fix        write an entry for each parameter
         """,
     ),
 }

@@ -43,8 +43,8 @@ to shard an existing model, call lm.apply(model, layout_map)""" == refused(
 def test_no_function_at_all():
     """What was passed is said by its type."""
     assert """\
-plan: there is no function that creates a model
-  why   the first argument is None
+plan: make_model is not a function that creates a model
+  why   it is None
   fix   pass a function: lm.plan(lambda: keras.Sequential([...]), layout_map)""" == refused(
         lambda: lm.plan(None, MAP)  # pyright: ignore[reportArgumentType]
     )
@@ -66,13 +66,13 @@ def test_rules_without_a_map():
     rules = {".*kernel": (None, "model")}
 
     assert """\
-plan: there is no layout map
-  why   the argument for it is of type dict
+plan: layout_map is not a LayoutMap
+  why   it is of type dict
   fix   pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), rules)""" == refused(
         lambda: lm.plan(make_model, rules)  # pyright: ignore[reportArgumentType]
     )
     assert refused(lambda: lm.scope(make_model()).__enter__()).startswith(  # pyright: ignore[reportArgumentType]
-        "scope: there is no layout map\n  why   the argument for it is of type keras.Sequential"
+        "scope: layout_map is not a LayoutMap\n  why   it is of type keras.Sequential"
     )
 
 
@@ -100,7 +100,7 @@ def test_the_mesh_of_another_library():
         for name, mesh in meshes.items()
     }
 
-    said = 'pass a Mesh, as lm.create_mesh("{}") makes one, or that text'
+    said = 'pass lm.create_mesh("{}"), or its dims as text'
     same, example = said.format("rows=2,columns=4"), said.format("batch=2,model=4")
     assert {"keras": same, "torch": same, "another": example} == fixes
 

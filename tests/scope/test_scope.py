@@ -155,7 +155,7 @@ def test_a_library_without_an_adapter():
     assert str(caught.value) == textwrap.dedent("""\
         there is no adapter 'sonnet'
           why   the adapters are 'keras', 'torch', 'jax'
-          fix   use one of them""")
+          fix   pass one of these names as library=""")
 
 
 def test_apply_changes_nothing_if_something_does_not_fit():

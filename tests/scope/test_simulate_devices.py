@@ -73,7 +73,7 @@ if RUNNING in ("", "jax"):
         assert (
             """8 devices cannot be simulated: JAX has started
   devices  CPU:0
-  why      their number is fixed when the framework starts, at the first array or query for devices
+  why      the number of devices is fixed when the framework starts, at the first array or query for devices
   fix      restart Python, and call lm.simulate_devices(8) right after the imports"""
             in done.stderr
         )

@@ -44,7 +44,7 @@ def smallest_with(kind, library, max_examples):
     """A small model with this kind: found with one seed, since Hypothesis may give up early with another."""
     return hypothesis.find(
         models.models(library),
-        lambda model: kind in model.kinds,
+        lambda model: kind in model.layer_kinds,
         settings=hypothesis.settings(max_examples=max_examples, database=None),
         random=random.Random(0),
     )

@@ -13,7 +13,7 @@ from layoutmap.testing.arrays import try_array_laws
 from layoutmap.testing.laws import LAWS, PRECISIONS
 from layoutmap.testing.schedule import LawResult, Schedule
 from layoutmap.testing.subjects import PADDED, SUBJECTS, get_subject
-from layoutmap.testing.worker import try_seed
+from layoutmap.testing.worker import try_laws_for_seed
 
 PROCESSES = ("jax", "tensorflow", "torch")
 DAY = int(os.environ.get("LAYOUTMAP_DRAWN", date.today().strftime("%Y%m%d")))
@@ -111,13 +111,13 @@ def test_the_laws_hold_on_many_cases(subject, part):
 
 def unheld(subject, first, number, laws=tuple(LAWS)):
     """What did not hold, by seed and law; tried again as users run it, in a process of its own."""
-    found = [each for each in tried(subject, first, number, laws) if each.outcome.is_suspicious]
+    found = [each for each in tried(subject, first, number, laws) if each.outcome.is_failure]
     if get_subject(subject).num_processes == 1:
         suspects = dict.fromkeys(each.seed for each in found)
         found = [
             each for seed in suspects for each in Schedule([subject], seed, count=1, laws=laws).run_cases()
         ]
-    return {(each.seed, each.outcome.law): each.outcome.why for each in found if each.outcome.is_suspicious}
+    return {(each.seed, each.outcome.law): each.outcome.why for each in found if each.outcome.is_failure}
 
 
 def tried(subject, first, number, laws):
@@ -126,7 +126,9 @@ def tried(subject, first, number, laws):
         return list(Schedule([subject], first, count=number, laws=laws, num_workers=1).run_cases())
     seeds = range(first, first + number)
     return [
-        LawResult(subject, seed, outcome) for seed in seeds for outcome, _ in try_seed(subject, seed, laws)
+        LawResult(subject, seed, outcome)
+        for seed in seeds
+        for outcome, _ in try_laws_for_seed(subject, seed, laws)
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from cases import few
 from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
 
-from layoutmap.adapters.jax.training import call_model, get_inputs
+from layoutmap.adapters.jax.training import call_model, get_batch_inputs
 from layoutmap.testing import models
 from layoutmap.testing.models.jax.drawing import WRAPPERS
 from layoutmap.testing.models.jax.functions import FUNCTIONS
@@ -22,12 +22,12 @@ LIBRARIES = ("nnx", "pytree")
 def test_every_kind_and_every_pair_of_kinds_is_drawn(library):
     """Of 6,000 models none lacks, alone or with something around it."""
     drawn = [models.draw_model(seed, library) for seed in range(6000)]
-    kinds, pairs = counted({*model.kinds} for model in drawn)
+    kinds, pairs = counted({*model.layer_kinds} for model in drawn)
 
     assert {*FUNCTIONS, *WRAPPERS} - {""} < {*kinds}
     assert [] == pairs_not_drawn(kinds, pairs)
     assert (
-        min(Counter(kind for model in drawn for kind in kinds_of_containers(model.contents)).values()) > 400
+        min(Counter(kind for model in drawn for kind in kinds_of_containers(model.parameters)).values()) > 400
     )
 
 
@@ -43,10 +43,10 @@ def test_every_kind_of_layout_is_drawn_for_every_kind_of_layer(library):
 
     def kinds_by_path(model):
         return {
-            model.paths[name]: part.kinds[0]
-            for part in reversed(model.parts)
-            for name in re.findall(r"{(l\d+)}", part.call)
-            if part.kinds
+            model.layer_paths[name]: line.kinds[0]
+            for line in reversed(model.lines)
+            for name in re.findall(r"{(l\d+)}", line.call)
+            if line.kinds
         }
 
     assert [] == layouts_not_drawn((models.draw(seed, library) for seed in range(1200)), kinds_by_path)
@@ -60,7 +60,7 @@ def test_outputs_have_the_shapes_that_are_described(library, seed):
 
     def outputs():
         state = case.make_model()
-        return call_model(state.model, state.forward, get_inputs(case.batch))
+        return call_model(state.model, state.forward, get_batch_inputs(case.batch))
 
     expected = [
         (case.rows, *each.shape, *([each.classes] * bool(each.classes))) for each in case.model.outputs

@@ -16,7 +16,7 @@ PROCESSES = ("jax",)
 def test_every_kind_and_every_pair_of_kinds_is_drawn():
     """Of 4,000 models none lacks, however many axes a layer has."""
     drawn = [models.draw_model(seed) for seed in range(4000)]
-    kinds, pairs = counted({re.sub(r"\dD", "*D", kind) for kind in model.kinds} for model in drawn)
+    kinds, pairs = counted({re.sub(r"\dD", "*D", kind) for kind in model.layer_kinds} for model in drawn)
 
     assert set(KINDS) < set(kinds)
     assert [] == pairs_not_drawn(kinds, pairs)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of models that nobody would
 def test_every_kind_and_every_pair_of_kinds_is_drawn():
     """Of 5,000 models none lacks, as attributes, in containers, and in an `nn.Sequential`."""
     drawn = [models.draw_model(seed, "torch") for seed in range(5000)]
-    kinds, pairs = counted(set(model.kinds) for model in drawn)
+    kinds, pairs = counted(set(model.layer_kinds) for model in drawn)
     styles = Counter("sequential" if each.is_sequential else each.classes[-1].style for each in drawn)
 
     assert set(KINDS) < set(kinds)
@@ -63,13 +63,13 @@ def test_modules_return_the_shapes_that_rules_for_activations_are_drawn_for(seed
     """Each of them is a module of the model."""
     case = models.draw(seed, "torch")
     made, found = case.make_model(), {}
-    for path in case.model.layer_outputs:
+    for path in case.model.layer_output_shapes:
         made.get_submodule(path).register_forward_hook(
             lambda module, inputs, output, path=path: found.update({path: tuple(output.shape[1:])})
         )
     call_model(made, case.batch)
 
-    assert dict(case.model.layer_outputs) == found
+    assert dict(case.model.layer_output_shapes) == found
 
 
 @pytest.mark.parametrize("first", [0, 100, 200])
@@ -91,7 +91,7 @@ def test_a_plain_model_is_on_a_device_of_the_meshs_type():
 
     def make(device_type):
         mesh = lm.Mesh([f"{device_type}:0"], "model=1")
-        return get_adapter("torch").make_on_one_device(lambda: torch.nn.Linear(4, 4), mesh)
+        return get_adapter("torch").build_model_on_one_device(lambda: torch.nn.Linear(4, 4), mesh)
 
     assert {"cpu"} == {each.device.type for each in make("CPU").parameters()}
     if torch.cuda.is_available():

@@ -15,11 +15,11 @@ from testing.faulty import with_fault
 from layoutmap.inspecting.parity import ParityRow
 from layoutmap.testing import models
 from layoutmap.testing.laws import trial
-from layoutmap.testing.laws.training import compare_precision, compare_training
+from layoutmap.testing.laws.training import compare_training, compare_training_in_precision
 from layoutmap.testing.laws.trial import NotApplicable, Trial, ignore_warnings
 from layoutmap.testing.products import ALLOW_TF32
 from layoutmap.testing.subjects import SUBJECTS
-from layoutmap.testing.worker import draw_case
+from layoutmap.testing.worker import draw_subject_case
 
 PROCESSES = ("jax", "tensorflow", "torch")
 HERE = os.environ.get("LAYOUTMAP_TEST_PROCESS") or "jax"
@@ -67,16 +67,16 @@ def trial_in(library, precision):
 def test_a_factor_of_two_is_found(library, precision):
     """The largest gradient times two, which differs by 1, is beyond rounding; what rounding does is not."""
     trial = trial_in(library, precision)
-    rows = [row for row in trial.comparisons if row.stage != "weights"]
+    rows = [row for row in trial.pair_comparisons if row.stage != "weights"]
 
     assert any(not row.agrees for row in rows)
-    assert [TWICE] == trial.exclude_rounding([*rows, TWICE])
+    assert [TWICE] == trial.exclude_rounding_differences([*rows, TWICE])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_plain_model_that_rounds_otherwise_is_a_reference(library):
     """The plain model differs from itself in float64, or without a compiler, by rounding, in all that is compared."""
-    rows = list(Trial(models.draw(SMALL[library], library))._compare_other_rounding())
+    rows = list(Trial(models.draw(SMALL[library], library))._compare_with_other_rounding())
 
     assert {"forward", "loss", "gradient", "step 3"} <= {row.stage for row in rows}
     assert max(row.error for row in rows) < 1e-5
@@ -98,7 +98,7 @@ class WrongGradient:
 
 def find_sound_paths(trial):
     """Return the variables whose gradients in the plain model are alike if the rows come in another order."""
-    model, batch = trial.make_unsharded(), trial.case.batch
+    model, batch = trial.create_unsharded_model(), trial.case.batch
     reversed_rows = map_arrays(lambda array: array[::-1], batch)
     one, other = (trial.adapter.gradients(model, each)[1] for each in (batch, reversed_rows))
     sizes = {path: float(abs(each).max()) for path, each in one.items() if each is not None and each.size}
@@ -126,12 +126,12 @@ def test_a_drawn_factor_of_a_gradient_is_found(library, seed):
     """A gradient of a drawn model that is zero, or off by 1 to 100 %, is named by the law: no rounding explains it."""
     rng = random.Random(seed)
     case = Trial(models.draw(seed, library))
-    paths = [] if case.plan.errors or not case.is_finite else find_sound_paths(case)
+    paths = [] if case.plan.errors or not case.is_unsharded_model_finite else find_sound_paths(case)
     if not paths:
         pytest.skip("the plan is refused, or rounding changes each gradient")
     path = rng.choice(paths)
     factor = rng.choice([0.0, 1 + 10 ** rng.uniform(-2, 0), 1 - 10 ** rng.uniform(-2, 0)])
-    case.adapter = WrongGradient(case.adapter, case.pair[1], path, factor)
+    case.adapter = WrongGradient(case.adapter, case.model_pair[1], path, factor)
 
     assert [f"gradient  {path}"] == [
         text.partition(":")[0] for text in compare_training(case) if path in text
@@ -153,7 +153,7 @@ def test_rounding_is_allowed_for_after_steps_that_it_changes(monkeypatch):
 def test_a_model_is_computed_in_its_precision(library, precision):
     """Outputs are of bfloat16, and weights are, unless it is mixed; gradients are like weights."""
     trial = trial_in(library, precision)
-    plain, sharded = trial.pair
+    plain, sharded = trial.model_pair
     outputs = trial.adapter.forward(plain, trial.case.batch)
     while isinstance(outputs, list | tuple):
         outputs = outputs[0]
@@ -171,16 +171,16 @@ def test_a_quantized_model_has_kernels_of_int8():
     trial = trial_in("keras", QUANTIZED)
 
     assert "int8" in {a.variable.dtype for a in trial.plan.assignments}
-    assert [TWICE] == trial.exclude_rounding([*trial.comparisons, TWICE])
+    assert [TWICE] == trial.exclude_rounding_differences([*trial.pair_comparisons, TWICE])
 
 
 @pytest.mark.long
 @pytest.mark.skipif(HERE != "jax", reason="its model is one of flax.nnx")
 def test_a_model_that_diverges_is_no_fault():
     """Its weights go to 1e15 in three steps, and one rounding moves them as far as layouts do."""
-    trial = Trial(draw_case("nnx", 20261402021).to_precision("bfloat16"))
+    trial = Trial(draw_subject_case("nnx", 20261402021).to_precision("bfloat16"))
 
-    assert any(not row.agrees for row in trial.comparisons)
+    assert any(not row.agrees for row in trial.pair_comparisons)
     assert [] == list(compare_training(trial))
 
 
@@ -204,7 +204,7 @@ def test_what_is_not_tried():
     said = Counter()
     for seed in range(12):
         with pytest.raises(NotApplicable) as caught:
-            list(compare_precision("TF32", Trial(models.draw(seed, library))))
+            list(compare_training_in_precision("TF32", Trial(models.draw(seed, library))))
         said[str(caught.value)] += 1
 
     assert {"this case is tried in a different precision", "these devices do not support TF32"} == said.keys()

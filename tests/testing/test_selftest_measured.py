@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 import layoutmap as lm
 from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import Machine
-from layoutmap.cost.machines import load_devices, machine_named, parse_devices, resolve_machine
+from layoutmap.cost.machines import load_built_in_devices, machine_named, parse_devices, resolve_machine
 from layoutmap.testing.laws import Outcome
-from layoutmap.testing.products import describe_products
+from layoutmap.testing.products import describe_product_precision
 from layoutmap.testing.schedule import LawResult
-from layoutmap.testing.selftest.speeds import Speeds
+from layoutmap.testing.selftest.speeds import MeasuredSpeeds
 from layoutmap.testing.speeds import MEASURED_COLLECTIVES
 
-SWITCHED = [name for name, device in load_devices().items() if not device.fast.ring_from]
+SWITCHED = [name for name, device in load_built_in_devices().items() if not device.fast.ring_from]
 
 
 def measured(machine, dims, slower=None):
@@ -44,9 +44,9 @@ def measured(machine, dims, slower=None):
 @given(st.sampled_from(SWITCHED), st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4, 8]))
 def test_a_machine_file_has_the_machine_that_was_measured(name, hosts, near):
     """From the seconds of collectives on a machine follow its bandwidths, inside of hosts and between them."""
-    machine = Machine(load_devices()[name], hosts * 8)
+    machine = Machine(load_built_in_devices()[name], hosts * 8)
     dims = f"far={hosts},near={near},x={8 // near}"
-    speeds = Speeds("jax", 8, measured(machine, dims))
+    speeds = MeasuredSpeeds("jax", 8, measured(machine, dims))
     text = speeds.to_machine_file("a test")
     written = parse_devices(text, "mine.yaml")["here"]
 
@@ -62,12 +62,14 @@ def test_a_machine_file_has_the_machine_that_was_measured(name, hosts, near):
 def test_a_file_with_one_device_needs_no_name(tmp_path):
     """`on=` is a file with one device, without its name; of a file with two it asks which one."""
     path = tmp_path / "mine.yaml"
-    text = Speeds("jax", 8, measured(machine_named("h100:8"), "x=2,model=4")).to_machine_file("a test")
+    text = MeasuredSpeeds("jax", 8, measured(machine_named("h100:8"), "x=2,model=4")).to_machine_file(
+        "a test"
+    )
     path.write_text(text)
 
     assert "here:8" == str(resolve_machine(str(path), Mesh(None, "x=2,model=4")))
     path.write_text(f"{text}  there:{text.partition('here:')[2]}")
-    with pytest.raises(lm.LayoutMapError, match="it does not say which device of the file") as caught:
+    with pytest.raises(lm.LayoutMapError, match="the name does not say which device of the file") as caught:
         machine_named(str(path))
 
     assert "describes several devices" in caught.value.why
@@ -78,7 +80,7 @@ def test_a_file_with_one_device_needs_no_name(tmp_path):
 def test_a_collective_below_the_machine_file_is_named(slower):
     """One that takes four times as long as the file says fails the law, by name, with both figures."""
     machine = machine_named("h100:16")
-    speeds = Speeds("jax", 8, measured(machine, "data=2,model=8", slower), machine.device)
+    speeds = MeasuredSpeeds("jax", 8, measured(machine, "data=2,model=8", slower), machine.device)
     outcome = speeds.run_collectives_law().outcome
 
     assert ("held" if slower is None else "wrong") == outcome.what
@@ -92,13 +94,15 @@ def test_a_collective_below_the_machine_file_is_named(slower):
 
 def test_nothing_to_compare_with():
     """Of one dim, without a machine file, the law has nothing to say; nor of an engine that was not measured."""
-    alone = Speeds("jax", 8, measured(machine_named("h100:8"), "model=8"))
+    alone = MeasuredSpeeds("jax", 8, measured(machine_named("h100:8"), "model=8"))
     none = [LawResult("speeds-tensorflow", 1, Outcome("speeds are measured", "not tried", "a compiler", 0.0))]
 
     assert ["not tried"] * 2 == [
-        each.run_collectives_law().outcome.what for each in (alone, Speeds("tensorflow", 8, none))
+        each.run_collectives_law().outcome.what for each in (alone, MeasuredSpeeds("tensorflow", 8, none))
     ]
-    assert [["tensorflow", "not measured", "", "", ""]] == Speeds("tensorflow", 8, none).make_table_rows()
+    assert [["tensorflow", "not measured", "", "", ""]] == MeasuredSpeeds(
+        "tensorflow", 8, none
+    ).make_table_rows()
 
 
 def test_devices_that_share_cores_are_not_judged():
@@ -106,8 +110,11 @@ def test_devices_that_share_cores_are_not_judged():
     slow = measured(machine_named("h100:8"), "x=2,model=4", ("all_gather", "model"))
     machine = machine_named("h100:8").device
 
-    assert "wrong" == Speeds("jax", 8, slow, machine).run_collectives_law().outcome.what
-    assert "not tried" == Speeds("jax", 8, slow, machine, share_cores=True).run_collectives_law().outcome.what
+    assert "wrong" == MeasuredSpeeds("jax", 8, slow, machine).run_collectives_law().outcome.what
+    assert (
+        "not tried"
+        == MeasuredSpeeds("jax", 8, slow, machine, share_cores=True).run_collectives_law().outcome.what
+    )
 
 
 def rounded(values, bits):
@@ -119,4 +126,4 @@ def rounded(values, bits):
 @pytest.mark.parametrize(("bits", "said"), [(23, "in float32"), (10, "in TF32"), (7, "in TF32 or bfloat16")])
 def test_products_in_fewer_bits_are_noticed(bits, said):
     """The report says whether products of float32 are computed in float32, by comparing one with the exact one."""
-    assert describe_products(lambda a, b: rounded(a, bits) @ rounded(b, bits)).startswith(said)
+    assert describe_product_precision(lambda a, b: rounded(a, bits) @ rounded(b, bits)).startswith(said)

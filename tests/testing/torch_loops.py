@@ -23,7 +23,7 @@ from layoutmap.engines import get_engine
 from layoutmap.testing.laws.trial import ROUNDINGS, TOLERANCE, Trial, slice_rows
 from layoutmap.testing.models import Devices
 from layoutmap.testing.models.cases import EPSILONS
-from layoutmap.testing.worker import draw_case
+from layoutmap.testing.worker import draw_subject_case
 
 RATE = 0.05
 REFUSED = "fully_shard"  # its own error: it has no gradients by weights, nor of gradients
@@ -365,10 +365,10 @@ def largest_difference(expected, actual):
 def differences(seed, loops=LOOPS, there=None):
     """Which loops on the model of a seed differ from the plain model by more than rounding, or fail."""
     devices = there or Devices(8, simulated=True, mesh="")
-    trial = Trial(draw_case("torch", seed, devices))
+    trial = Trial(draw_subject_case("torch", seed, devices))
     signs = np.random.default_rng(0)
     for loop in loops:
-        plain, sharded = trial.make_pair()
+        plain, sharded = trial.make_model_pair()
         try:
             expected = numbers(loop, plain, trial.case.batch)
         except RuntimeError:  # torch has no second derivative of some operators
@@ -383,8 +383,8 @@ def differences(seed, loops=LOOPS, there=None):
             continue
         if found > TOLERANCE:
             moved = trial._copy_weights(
-                trial.make_unsharded(),
-                trial.make_unsharded(),
+                trial.create_unsharded_model(),
+                trial.create_unsharded_model(),
                 lambda value: 1 + EPSILONS["float32"] * signs.choice([-1, 1], value.shape),
             )
             rounding = largest_difference(expected, numbers(loop, moved, trial.case.batch))

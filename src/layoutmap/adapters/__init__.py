@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
-from layoutmap.adapters.missing_backend import make_missing_backend_error, set_only_installed_backend
+from layoutmap.adapters.missing_backend import find_missing_backend_error, set_only_installed_backend
 from layoutmap.adapters.protocol import (
     Adapter,
     CheckpointAdapter,
@@ -17,7 +17,7 @@ from layoutmap.adapters.protocol import (
     TrainingAdapter,
 )
 from layoutmap.core.errors import LayoutMapError, ScopeError
-from layoutmap.engines.tested import import_framework_module
+from layoutmap.engines.tested import import_module_needing_framework
 
 __all__ = [
     "ADAPTERS",
@@ -30,7 +30,7 @@ __all__ = [
     "get_model_adapter",
     "require_capability",
     "get_adapter",
-    "get_imported_adapter",
+    "get_adapter_of_imported_library",
     "forbid_models_of_other_libraries",
     "raise_unsupported_library_error",
 ]
@@ -59,7 +59,7 @@ REFUSED_LIBRARIES = {
 
 
 def raise_unsupported_library_error(library: str, subject: str) -> NoReturn:
-    """Raise an error that says why an unsupported library is refused.
+    """Raise a `ScopeError` for a library of `REFUSED_LIBRARIES`, with the reason and a fix.
 
     Args:
         library: One of `REFUSED_LIBRARIES`.
@@ -97,7 +97,7 @@ def get_adapter(name: str) -> ModelAdapter:
         raise ScopeError(
             f"there is no adapter {name!r}",
             why=f"the adapters are {', '.join(map(repr, ADAPTERS))}",
-            fix="use one of them",
+            fix="pass one of these names as library=",
         )
     if importlib.util.find_spec(name) is None:
         raise ScopeError(
@@ -108,20 +108,20 @@ def get_adapter(name: str) -> ModelAdapter:
     if name == "keras":
         set_only_installed_backend()
     try:
-        return import_framework_module(name, ADAPTERS[name]).make_adapter()
+        return import_module_needing_framework(name, ADAPTERS[name]).make_adapter()
     except ModuleNotFoundError as error:
-        if (missing := make_missing_backend_error(error)) is not None:
+        if (missing := find_missing_backend_error(error)) is not None:
             raise missing from error
         raise
 
 
-def require_capability(adapter: ModelAdapter, capability: type[Capable], function: str) -> Capable:
-    """Return the adapter if it implements an optional protocol, such as `TrainingAdapter`. Otherwise raise.
+def require_capability(adapter: ModelAdapter, capability: type[Capable], function_name: str) -> Capable:
+    """Return the adapter if it has all methods of a protocol, such as `TrainingAdapter`, or raise a `ScopeError`.
 
     Args:
         adapter: The adapter.
         capability: `TrainingAdapter`, `CheckpointAdapter`, `InspectionAdapter`, or `Adapter` for all of them.
-        function: The name of the calling function, such as `"save"`.
+        function_name: The name of the calling function, such as `"save"`.
 
     Raises:
         ScopeError: The adapter lacks methods of the protocol.
@@ -131,15 +131,15 @@ def require_capability(adapter: ModelAdapter, capability: type[Capable], functio
     known = {name for name in dir(capability) if not name.startswith("_")}
     missing = sorted(name for name in known if not hasattr(adapter, name))
     raise ScopeError(
-        f"{function} does not support {adapter.name} models",
+        f"{function_name} does not support {adapter.name} models",
         facts={"missing": ", ".join(missing)},
-        why=f"{function} needs an adapter that implements the protocol {capability.__name__}",
+        why=f"{function_name} needs an adapter that implements the protocol {capability.__name__}",
         fix=f"write the missing methods, which layoutmap.adapters.protocol.{capability.__name__} describes",
     )
 
 
-def get_imported_adapter() -> ModelAdapter:
-    """Return the adapter of the model library that the user's code has imported.
+def get_adapter_of_imported_library() -> ModelAdapter:
+    """Return the adapter of the model library that is imported. If several are, the first in `ADAPTERS` wins.
 
     Raises:
         ScopeError: It has imported none.

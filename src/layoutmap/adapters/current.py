@@ -29,7 +29,7 @@ class active_session(ClosingContext):
     """
 
     def __init__(self, session: Any):
-        self.session = session  # `close` sets it to None
+        self.session = session  # `close_context` sets it to None
         self.has_warned = False
         self._thread = threading.get_ident()
         task = _get_asyncio_task()
@@ -40,21 +40,21 @@ class active_session(ClosingContext):
         task = None if self._task is None else self._task()
         return self._thread == threading.get_ident() and task is _get_asyncio_task()
 
-    def open(self) -> None:
+    def open_context(self) -> None:
         """Make the session the current one."""
-        _current.set(_SessionStackEntry(weakref.ref(self), next(_iterate_active_entries(), None)))
+        _current.set(_SessionStackEntry(weakref.ref(self), next(_iterate_active_stack_entries(), None)))
 
-    def close(self) -> None:
+    def close_context(self) -> None:
         """Make the enclosing session current again. Do nothing if this session is already closed."""
         self.session = None
         entry = _current.get()
         if entry is not None and entry.activation() is self:
-            _current.set(next(_iterate_active_entries(), None))
+            _current.set(next(_iterate_active_stack_entries(), None))
 
 
 @dataclass(frozen=True, slots=True)
 class _SessionStackEntry:
-    """A weak reference to an activated session, and the entry of the enclosing session, if there is one."""
+    """One open session: a weak reference to its `active_session`, and the entry of the enclosing session, or None."""
 
     activation: weakref.ref[active_session]
     outer: _SessionStackEntry | None
@@ -94,13 +94,13 @@ def warn_of_model_in_inner_task(library: str, model_name: str) -> None:
 
 
 def _iterate_active_sessions() -> Iterator[Any]:
-    for entry in _iterate_active_entries():
+    for entry in _iterate_active_stack_entries():
         activation = entry.activation()
         if activation is not None:
             yield activation.session
 
 
-def _iterate_active_entries() -> Iterator[_SessionStackEntry]:
+def _iterate_active_stack_entries() -> Iterator[_SessionStackEntry]:
     """Yield the entries of the sessions that are open in this thread and task, innermost first."""
     entry = _current.get()
     while entry is not None:

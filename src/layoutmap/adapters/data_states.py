@@ -12,7 +12,7 @@ from layoutmap.core.errors import CheckpointError
 
 
 def read_state(data: object) -> Any:
-    """Return the state of a data iterator or schedule. For a mapping, return the state of each value by name."""
+    """Return the state of a data iterator or schedule. For a mapping, return a dict from each name to the state."""
     if isinstance(data, Mapping):
         return {name: read_state(each) for name, each in cast("Mapping[Any, Any]", data).items()}
     for name in ("state_dict", "get_state"):
@@ -25,25 +25,26 @@ def read_state(data: object) -> Any:
     )
 
 
-def make_restore_function(data: object) -> Callable[[], object]:
-    """Return a function that restores the present state of `data`, and ignores objects without a state."""
+def make_state_restore_function(data: object) -> Callable[[], object]:
+    """Return a function that restores the present state of `data`. For an object without a state, it does nothing."""
     if isinstance(data, Mapping):
-        restore_functions = [make_restore_function(each) for each in cast("Mapping[Any, Any]", data).values()]
+        values = cast("Mapping[Any, Any]", data).values()
+        restore_functions = list(map(make_state_restore_function, values))
         return lambda: [restore() for restore in restore_functions]
     try:
         state = copy.deepcopy(read_state(data))
     except Exception:  # state_dict of user code may raise anything; without a state there is nothing to undo
         return lambda: None
 
-    def restore() -> None:
+    def restore_copied_state() -> None:
         with contextlib.suppress(Exception):  # an error here must not replace the original one
             find_restore_method(data)(state)
 
-    return restore
+    return restore_copied_state
 
 
 def restore_state(data: object, state: Any) -> None:
-    """Restore a state that `read_state` returned."""
+    """Restore the state of `data` from a result of `read_state`."""
     if isinstance(data, Mapping):
         for name, each in cast("Mapping[Any, Any]", data).items():
             restore_state(each, state[name])
@@ -52,7 +53,7 @@ def restore_state(data: object, state: Any) -> None:
 
 
 def find_restore_method(data: object) -> Any:
-    """Return the method that restores an object's state, or raise if it has none."""
+    """Return an object's `load_state_dict` or `set_state`. Raise a `CheckpointError` if it has neither."""
     for name in ("load_state_dict", "set_state"):
         if callable(method := getattr(data, name, None)):
             return method

@@ -18,16 +18,17 @@ from layoutmap.engines.agreement import NamedText
 
 
 def iterate_versions(*packages: str) -> Iterator[NamedText]:
-    """Yield the versions of Python, of layoutmap, and of each package in `packages` that is imported."""
+    """Yield pairs of a name and a version: of Python, layoutmap, and each package in `packages` that is imported."""
     yield "Python", "{}.{}".format(*sys.version_info)
     for name in ("layoutmap", *packages):
         if name in sys.modules:
             yield name, str(sys.modules[name].__version__)
 
 
-def hash_lowered_step(step_name: str, lowered: Any) -> NamedText:
-    """Return a name and a hash of the text of a lowered JAX step, which contains no source lines or addresses."""
-    return f"the lowered {step_name}", f"hash {hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]}"
+def hash_lowered_step(step_name: str, lowered_step: Any) -> NamedText:
+    """Return the name of a lowered JAX step, and a hash of its text, which has no source lines or addresses."""
+    digest = hashlib.sha256(lowered_step.as_text().encode()).hexdigest()
+    return f"the lowered {step_name}", f"hash {digest[:16]}"
 
 
 def describe_function(function: Any) -> str:
@@ -43,7 +44,7 @@ def describe_function(function: Any) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Return a setting as text: a simple value by its repr, a function by its source, and others by their type."""
+    """Return a setting as text: a simple value as its repr, a function by its source, and others by their type."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if isinstance(value, (list, tuple)):

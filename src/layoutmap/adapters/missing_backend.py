@@ -19,10 +19,10 @@ def set_only_installed_backend() -> None:
         os.environ.setdefault("KERAS_BACKEND", there[0])
 
 
-def make_missing_backend_error(
+def find_missing_backend_error(
     error: BaseException | None, choose_fix: str = _FIX_IN_PYTHON
 ) -> ScopeError | None:
-    """Return the error to raise if Keras could not be imported because its backend is not installed, or None."""
+    """Return a `ScopeError` if `error` says that Keras cannot be imported without its backend, and otherwise None."""
     if not isinstance(error, ModuleNotFoundError) or not _is_keras_import_failure(error):
         return None
     backend = str(error.name).partition(".")[0]

@@ -72,7 +72,7 @@ COMMON_OPTIONS = tuple(field.name for field in fields(ScopeOptions) if field.nam
 
 
 def check_option_names(values: Mapping[str, Any], library: str, library_options: Iterable[str] = ()) -> None:
-    """Raise if a scope for a model library has no option of one of these names.
+    """Raise a `ScopeError` if a scope for a model library lacks one of the options in `values`.
 
     Args:
         values: The values of options by name.

@@ -45,7 +45,7 @@ class SavedOptimizer:
 
     Args:
         slots: The saved slots.
-        settings: The saved result of `CheckpointAdapter.read_settings`.
+        settings: The saved result of `CheckpointAdapter.read_state_outside_variables`.
     """
 
     slots: Sequence[VariableSpec]
@@ -124,7 +124,7 @@ class ScopeContext(Protocol):
     def create_arrays(
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
-        """Return computed initial values in their layouts, by key. All processes of the mesh must call this."""
+        """Compute initial values in their layouts. Return a dict from key to array. All processes must call this."""
         ...
 
     def warn_of_idle_dims(self, step: str, sharded: Collection[str] = ()) -> None:
@@ -148,7 +148,7 @@ class Session(Protocol):
     """The name of the library's adapter."""
 
     def defer_variables(self) -> AbstractContextManager[None]:
-        """Return a context in which variables get no values. At its end, the outermost one computes them.
+        """Return a context that creates variables without values. When the outermost one ends, they get values.
 
         Raises:
             ScopeError: The library cannot defer variables in a block, but only in `build_model`.
@@ -167,7 +167,7 @@ class Session(Protocol):
         """Return whether a model was built in this session."""
         ...
 
-    def list_unbuilt_layers(self) -> Sequence[str]:
+    def list_unbuilt_layer_names(self) -> Sequence[str]:
         """Return the names of layers that have no weights yet, because they create them in their first call."""
         ...
 
@@ -196,7 +196,7 @@ class ModelAdapter(Protocol):
         """Name of the engine of the library's arrays."""
         ...
 
-    def check_context(self) -> None:
+    def check_scope_can_open(self) -> None:
         """Raise a ScopeError if the library's version, mode, or backend is unsupported, or no scope can open now."""
         ...
 
@@ -221,10 +221,10 @@ class ModelAdapter(Protocol):
         ...
 
     def variables(self, model: Any) -> dict[str, Any]:
-        """Return a model's variables by path, in a fixed order: weights, states, and optimizer slots."""
+        """Return a dict from path to variable, in a fixed order: a model's weights, states, and optimizer slots."""
         ...
 
-    def describe_later_variables(
+    def describe_arrays_created_after_build(
         self, later: Mapping[str, Callable[[], object]], mesh: Mesh
     ) -> Sequence[VariableSpec]:
         """Describe the arrays that functions will create after the model, such as KV caches, without computing them."""
@@ -250,8 +250,8 @@ class ModelAdapter(Protocol):
         """
         return nullcontext()
 
-    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
-        """Return why a variable cannot be stored in a layout with padding, or an empty text if it can."""
+    def explain_why_padding_is_impossible(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored with padding in a layout, or an empty text if it can."""
         return f"{self.name} models are not padded"
 
     def read_library_options(
@@ -282,7 +282,7 @@ class TrainingAdapter(ModelAdapter, Protocol):
         """
         ...
 
-    def make_on_one_device(self, make_model: Callable[[], Any], mesh: Mesh) -> Any:
+    def build_model_on_one_device(self, make_model: Callable[[], Any], mesh: Mesh) -> Any:
         """Build a model unsharded, on one device of the mesh's device type, such as `"GPU"`."""
         return make_model()
 
@@ -291,7 +291,7 @@ class TrainingAdapter(ModelAdapter, Protocol):
         ...
 
     def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return the losses of a batch by name, and the gradients of trainable variables by path, in numpy.
+        """Return two dicts for a batch: from name to loss, and from path to the gradient of a trainable variable.
 
         A gradient that a model's own step passes to no optimizer of the model is `None`.
         """
@@ -356,18 +356,20 @@ class CheckpointAdapter(ModelAdapter, Protocol):
         """
         ...
 
-    def read_settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+    def read_state_outside_variables(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
         """Return the state outside of variables, such as random states, as numbers, texts, lists, and mappings.
 
         `"random"` has the random states of this process by name, and `"optimizer"` the settings of the optimizer.
         """
         ...
 
-    def restore_settings(self, model: Any, optimizer: Any, settings: Mapping[str, Any]) -> None:
-        """Restore the result of `read_settings` from a checkpoint, which another library may have written."""
+    def restore_state_outside_variables(
+        self, model: Any, optimizer: Any, settings: Mapping[str, Any]
+    ) -> None:
+        """Restore the state in `settings`, which the adapter of a different library may have saved."""
         ...
 
-    def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
+    def restore_when_optimizer_is_set(self, model: Any, restore: Callable[[], None]) -> bool:
         """Call `restore` once the model gets an optimizer. Return False if the library does not support this."""
         return False
 
@@ -385,7 +387,7 @@ class InspectionAdapter(ModelAdapter, Protocol):
         """
         ...
 
-    def find_context(self, model: Any) -> ScopeContext | None:
+    def find_scope_context(self, model: Any) -> ScopeContext | None:
         """Return the scope that sharded a model, or None if no scope did, or if the library does not store it."""
         ...
 

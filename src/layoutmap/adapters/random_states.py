@@ -11,7 +11,7 @@ import numpy as np
 
 
 @contextmanager
-def preserve_states() -> Generator[None]:
+def preserve_python_and_numpy_states() -> Generator[None]:
     """Restore the random states of Python and numpy when the block ends."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that programs seed
     try:
@@ -27,13 +27,13 @@ def seed_python_and_numpy(seed: int) -> None:
     np.random.seed(seed)  # noqa: NPY002
 
 
-def read_states() -> dict[str, Any]:
+def read_python_and_numpy_states() -> dict[str, Any]:
     """Return the random states of Python and numpy as numbers, texts, and arrays."""
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}  # noqa: NPY002
 
 
-def restore_states(states: Mapping[str, Any]) -> None:
-    """Restore the states that `read_states` returned. A state that is not in `states` stays unchanged."""
+def restore_python_and_numpy_states(states: Mapping[str, Any]) -> None:
+    """Restore the random states of Python and numpy, as far as they are in `states`."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:

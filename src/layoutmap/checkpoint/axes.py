@@ -97,7 +97,7 @@ def compute_array_shape(axes: ArrayAxes, sizes: Mapping[str, int]) -> tuple[int,
 
 
 def get_atom_size(atom: AxisAtom, sizes: Mapping[str, int]) -> int:
-    """Return the size of an atom on an axis: the size of an axis name, or for an `AxisPart` the number of parts."""
+    """Return the size of an item of an axes expression: of a named axis, or the `count` of an `AxisPart`."""
     return atom.count if isinstance(atom, AxisPart) else sizes[atom]
 
 
@@ -129,7 +129,7 @@ def fill_block(
     for step in split_shard_into_chunks(
         index, choose_chunk_shape(compute_block_shape(index), result.itemsize, _STEP_BYTES)
     ):
-        for box_index, box in _iterate_boxes(step, target_axes, sizes):
+        for box_index, box in _iterate_boxes_in_block(step, target_axes, sizes):
             at = [
                 slice(None) if isinstance(atom, str) else atom.index - start
                 for atom, (start, _) in zip(atoms, box, strict=True)
@@ -160,7 +160,7 @@ class AxisConversion:
     parts: tuple[tuple[ArrayAxes, ArrayAxes, Mapping[str, int]], ...]
 
     def list_source_blocks(self, index: Index) -> list[list[Index]]:
-        """Return a list for each source: the blocks of the source that contain the values of a block of the result."""
+        """Return for each source a list of its blocks that contain the values of the result's block at `index`."""
         return [list(self._iterate_source_blocks(index, *part)) for part in self.parts]
 
     def compute_block(
@@ -179,7 +179,8 @@ class AxisConversion:
             n for n, atom in enumerate(atom for axis in axes for atom in axis) if isinstance(atom, AxisPart)
         ]
         arrays = [
-            _permute_source(namespace, *part, each) for part, each in zip(self.parts, sources, strict=True)
+            _split_and_permute_axes(namespace, *part, each)
+            for part, each in zip(self.parts, sources, strict=True)
         ]
         if not positions:
             return arrays[0].reshape(compute_array_shape(axes, sizes))
@@ -194,12 +195,12 @@ class AxisConversion:
         index: Index, target_axes: ArrayAxes, source_axes: ArrayAxes, sizes: Mapping[str, int]
     ) -> Iterator[Index]:
         atoms = [atom for axis in target_axes for atom in axis]
-        for _, box in _iterate_boxes(index, target_axes, sizes):
+        for _, box in _iterate_boxes_in_block(index, target_axes, sizes):
             spans = {atom: span for atom, span in zip(atoms, box, strict=True) if isinstance(atom, str)}
             yield from (block for block, _ in _iterate_covering_blocks(source_axes, spans, sizes))
 
 
-def _permute_source(
+def _split_and_permute_axes(
     namespace: Any, target_axes: ArrayAxes, source_axes: ArrayAxes, sizes: Mapping[str, int], source: Any
 ) -> Any:
     """Return a source array with one axis for each axis name, in the order of the target's names."""
@@ -211,13 +212,14 @@ def _permute_source(
     return namespace.moveaxis(taken, list(range(len(names))), [order.index(name) for name in names])
 
 
-def _iterate_boxes(
+def _iterate_boxes_in_block(
     index: Index, axes: ArrayAxes, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, list[Span]]]:
-    """Split a block into boxes with one contiguous range for each atom. Yield each box's index and its ranges."""
+    """Split a block into boxes, contiguous on each named axis. Yield a box's index and its range on each."""
     dims = [[get_atom_size(atom, sizes) for atom in axis] for axis in axes]
     ranges = [
-        list(_split_merged_range(part.start, part.stop, each)) for part, each in zip(index, dims, strict=True)
+        list(_split_range_of_merged_axis(part.start, part.stop, each))
+        for part, each in zip(index, dims, strict=True)
     ]
     for chosen in itertools.product(*ranges):
         spans = [span for axis in chosen for span in axis]
@@ -233,8 +235,8 @@ def _iterate_boxes(
             yield tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True)), spans
 
 
-def _split_merged_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
-    """Yield the parts of a range of a merged axis, each as a list of its ranges on the axes of sizes `dims`."""
+def _split_range_of_merged_axis(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
+    """Split a range of an axis that merges axes of sizes `dims`. Yield boxes, each as ranges on those axes."""
     if start >= stop:
         return
     if not dims:
@@ -245,19 +247,19 @@ def _split_merged_range(start: int, stop: int, dims: Sequence[int]) -> Iterator[
     if start % inner == 0 and stop % inner == 0:
         yield [(start // inner, stop // inner), *((0, dim) for dim in dims[1:])]
     elif first == last:
-        for rest in _split_merged_range(start - first * inner, stop - first * inner, dims[1:]):
+        for rest in _split_range_of_merged_axis(start - first * inner, stop - first * inner, dims[1:]):
             yield [(first, first + 1), *rest]
     else:
         ends = -(-start // inner) * inner, stop // inner * inner
         for begin, end in ((start, ends[0]), ends, (ends[1], stop)):
-            yield from _split_merged_range(begin, end, dims)
+            yield from _split_range_of_merged_axis(begin, end, dims)
 
 
 def _iterate_covering_blocks(
-    side: ArrayAxes, spans: Mapping[str, Span], sizes: Mapping[str, int]
+    array_axes: ArrayAxes, spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, dict[str, Span]]]:
-    """Yield the blocks of an array that together cover `spans`, each with the spans that it covers, by axis name."""
-    axes = [list(_iterate_covering_ranges(axis, spans, sizes)) for axis in side]
+    """Yield the blocks of an array that cover `spans`, each with a dict from axis name to the covered range."""
+    axes = [list(_iterate_covering_ranges(axis, spans, sizes)) for axis in array_axes]
     for chosen in itertools.product(*axes):
         found = {name: span for _, own in chosen for name, span in own.items()}
         yield tuple(part for part, _ in chosen), found
@@ -266,7 +268,7 @@ def _iterate_covering_blocks(
 def _iterate_covering_ranges(
     axis: Sequence[AxisAtom], spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[slice, dict[str, Span]]]:
-    """Yield the ranges of one axis that together cover `spans`, each with the spans that it covers, by axis name."""
+    """Yield the ranges of one axis that cover `spans`, each with a dict from axis name to the covered range."""
     dims = [get_atom_size(atom, sizes) for atom in axis]
     wanted = [(a.index, a.index + 1) if isinstance(a, AxisPart) else spans[a] for a in axis]
     split = len(axis) - 1  # axes after `split` are read in full; axes before it need one range per position

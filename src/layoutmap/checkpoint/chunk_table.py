@@ -16,7 +16,7 @@ from layoutmap.core.blocks import (
     Index,
     NumpyArray,
     are_covered_once,
-    find_coverage_error,
+    find_coverage_fault,
     format_index,
     make_full_index,
     stack_slice_ends,
@@ -84,7 +84,7 @@ class ChunkTable(Sequence[Chunk]):
     def __init__(self, columns: ChunkColumns, rows: range):
         self._columns, self._rows = columns, rows
 
-    def find_overlaps(self, index: Index, itemsize: int) -> Iterator[ChunkOverlap]:
+    def find_overlapping_chunks(self, index: Index, itemsize: int) -> Iterator[ChunkOverlap]:
         """Yield a `ChunkOverlap` for each chunk that overlaps a block, in the order of the files and offsets."""
         rows = slice(self._rows.start, self._rows.stop)
         columns, (first,), (last,) = self._columns, *stack_slice_ends([index], len(index))
@@ -152,10 +152,10 @@ def build_chunk_tables(
             right = (starts >= 0) & (starts <= np.array(file_sizes, np.int64)[files] - num_bytes)
         if not right.all():
             row = int(np.argmin(right))
-            raise ValueError(f"{group[int(owners[row])].path}: chunk {rows[row]} is out of bounds")
+            raise ValueError(f"{group[int(owners[row])].path}: chunk {rows[row]} exceeds the array or file")
         for number in np.flatnonzero(~are_covered_once(begins, ends, counts, np.zeros_like(shapes), shapes)):
             (own,), wanted = np.nonzero(owners == number), make_full_index(group[number].shape)
-            if (found := find_coverage_error(begins[own], ends[own], wanted)) is not None:
+            if (found := find_coverage_fault(begins[own], ends[own], wanted)) is not None:
                 cell, times = found
                 raise ValueError(f"{group[number].path}: {times or 'no'} chunks contain {format_index(cell)}")
         borders = itertools.pairwise(itertools.accumulate(counts, initial=0))
@@ -191,7 +191,7 @@ def _convert_to_int64_array(values: Sequence[Any], shape: tuple[int, ...]) -> Nu
     found = np.array(values)
     # For text, fractions, or numbers over 64 bits in a damaged file, numpy chooses a different dtype, so check it.
     if found.size and (found.dtype != np.int64 or found.shape != shape):
-        raise ValueError(f"chunks have {found.dtype}{list(found.shape)} instead of int64{list(shape)}")
+        raise ValueError(f"chunk numbers are {found.dtype}{list(found.shape)}, not int64{list(shape)}")
     return found.reshape(shape).astype(np.int64, copy=False)
 
 

@@ -23,7 +23,7 @@ _MAX_VARIABLE_CHUNKS = 512  # limit for one variable: 8 chunks along each of thr
 _ODD_PENALTY = 16  # meshes rarely divide axes of odd size, so prefer to halve even axes, by this factor
 
 
-def choose_chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
+def choose_max_chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
     """Choose the maximum size of a variable's chunks in bytes.
 
     Args:

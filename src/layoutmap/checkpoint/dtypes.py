@@ -58,16 +58,16 @@ def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
             f"{where}{': ' * bool(where)}element type {name!r} is not known",
             why="numpy has no such type, and neither has ml_dtypes"
             + ("" if ml_dtypes else ", which is not installed"),
-            fix="pip install ml_dtypes" if ml_dtypes is None else "save it in a known type",
+            fix="pip install ml_dtypes" if ml_dtypes is None else "save the values in a known type",
         )
     return np.dtype(extended)
 
 
-def get_safetensors_dtype(name: str, itemsize: int) -> tuple[str, int]:
-    """Return the safetensors code with which a dtype is stored, and how many values of that code make one element.
+def get_safetensors_dtype_and_count(name: str, itemsize: int) -> tuple[str, int]:
+    """Return the safetensors code that stores a dtype, and the number of values of this code per element.
 
     Example:
-        >>> [get_safetensors_dtype(*each) for each in (("bfloat16", 2), ("int4", 1), ("complex128", 16))]
+        >>> [get_safetensors_dtype_and_count(*each) for each in (("bfloat16", 2), ("int4", 1), ("complex128", 16))]
         [('BF16', 1), ('U8', 1), ('U64', 2)]
     """
     if name in SAFETENSORS:

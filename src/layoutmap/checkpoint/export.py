@@ -63,7 +63,7 @@ def export_source(
     variables = [v for v in source.variables.values() if v.kind in (Kind.WEIGHT, Kind.STATE)]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
     _check_target_folder(target, sum(each.global_bytes for each in variables))
-    with _open_hidden_target(target) as (storage, folder):
+    with _open_hidden_target_folder(target) as (storage, folder):
         write(storage, folder, source, variables, max_shard_bytes, progress or str)
     return str(target)
 
@@ -87,8 +87,8 @@ def _check_target_folder(target: Path, needed_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _open_hidden_target(target: Path) -> Generator[tuple[LocalStorage, str]]:
-    """Yield the storage and name of a hidden folder next to the target, which becomes the target after the block."""
+def _open_hidden_target_folder(target: Path) -> Generator[tuple[LocalStorage, str]]:
+    """Yield a storage and the name of a hidden folder in it, which is renamed to `target` after the block."""
     try:
         with open_hidden_folder(target, make_random_token()) as hidden:
             yield LocalStorage(target.parent), hidden.name

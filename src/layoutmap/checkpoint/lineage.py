@@ -1,13 +1,13 @@
-"""Record the parent of each saved step. A run that resumes from an earlier step starts a new line.
+"""Record the parent of each saved step. A run that resumes from an earlier step starts a new branch.
 
-A line is a sequence of ascending steps, each saved by a run that continued from the step before. Its name is the id of
-its first save. A manifest has the step that its run came from (`parent`), and the last step on each line among its
+A branch is a sequence of ascending steps, each saved by a run that continued from the step before. Its name is the id
+of its first save. A manifest has the step that its run came from (`parent`), and the last step on each branch among its
 ancestors (`lines`). So the ancestors of a step are known even if some are deleted. `order` counts the saves of a
-directory, so its last step is known without a clock. Steps without these entries are on one line, by their numbers.
+directory, so its last step is known without a clock. Steps without these entries are on one branch, by their numbers.
 
     "parent": 30, "lines": {"d6df30ab0b700bed": 30, "5a1c0f3b7e9d2a46": 34}, "order": 8,
 
-This is step 34, the eighth save: the run went back to step 30 and began the line `5a1c...` there.
+This is step 34, the eighth save: the run went back to step 30 and began the branch `5a1c...` there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SavedStep:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
-    def line_name(self) -> str:
+    def branch_name(self) -> str:
         """The name of the branch of the training history that contains the step."""
         return list(self.lines)[-1]
 
@@ -60,7 +60,7 @@ class SavedStep:
             >>> [new.has_ancestor(each) for each in (SavedStep(20, lines={"a": 20}), left)]
             [True, False]
         """
-        return other.step != self.step and self.lines.get(other.line_name, -1) >= other.step
+        return other.step != self.step and self.lines.get(other.branch_name, -1) >= other.step
 
 
 # A run can resume from an earlier step, so each manifest names its parent step and its branch (decisions/0136).
@@ -87,9 +87,9 @@ def make_step_lineage(
     # If the branch of the parent has later steps already, the new step does not follow them, so it begins a new branch.
     is_saved_again = step == resumed_from.step
     has_later_steps = any(
-        each.lines.get(resumed_from.line_name, -1) + is_saved_again > resumed_from.step for each in known
+        each.lines.get(resumed_from.branch_name, -1) + is_saved_again > resumed_from.step for each in known
     )
-    lines = {**resumed_from.lines, (token if has_later_steps else resumed_from.line_name): step}
+    lines = {**resumed_from.lines, (token if has_later_steps else resumed_from.branch_name): step}
     return SavedStep(step, resumed_from.parent if is_saved_again else resumed_from.step, lines, order)
 
 
@@ -101,7 +101,7 @@ class StepHistory:
         storage: The directory.
 
     Attributes:
-        damaged: The steps with an unreadable manifest, as of the last `read_steps`.
+        damaged: The steps with an unreadable manifest, as of the last `read_lineages`.
     """
 
     def __init__(self, storage: Storage):
@@ -110,22 +110,22 @@ class StepHistory:
         self._distrusted: set[int] = set()
         self.damaged: list[int] = []
 
-    def add_step(self, saved: SavedStep) -> None:
+    def cache_step(self, saved: SavedStep) -> None:
         """Cache the lineage of a step that was just saved."""
         self._known[saved.step] = saved
         self._distrusted.discard(saved.step)
 
     def mark_step_as_damaged(self, step: int) -> None:
-        """Mark a step as damaged, so that `read_steps` lists it in `damaged` even if its lineage is readable."""
-        self.remove_step(step)
+        """Let `read_lineages` list a step in `damaged`, even if its lineage is readable."""
+        self.forget_step(step)
         self._distrusted.add(step)
 
-    def remove_step(self, step: int) -> None:
-        """Remove a step from the cache, because it is deleted or will be replaced."""
+    def forget_step(self, step: int) -> None:
+        """Remove a step from the cache of lineages, because it is deleted or will be replaced. No file is deleted."""
         self._known.pop(step, None)
 
-    def read_steps(self) -> dict[int, SavedStep]:
-        """Return the lineages of the steps with readable manifests, by step. Set `damaged` to the other steps."""
+    def read_lineages(self) -> dict[int, SavedStep]:
+        """Return a dict from step number to lineage. Set `damaged` to the steps with unreadable manifests."""
         existing = self._storage.list_steps()
         for step in existing:
             is_unknown = step not in self._known and step not in self._distrusted
@@ -139,24 +139,24 @@ class StepHistory:
 
         A step with an unreadable manifest counts as the last one if its number is higher, so that loading it raises.
         """
-        found = max(self.read_steps().values(), key=lambda each: (each.order, each.step), default=None)
+        found = max(self.read_lineages().values(), key=lambda each: (each.order, each.step), default=None)
         damaged = [SavedStep(step, lines={"": step}) for step in self.damaged[-1:]]
         return max([*damaged, *filter(None, (found,))], key=lambda each: each.step, default=None)
 
-    def list_lineage(self, saved: SavedStep | None) -> list[SavedStep]:
+    def list_step_and_ancestors(self, saved: SavedStep | None) -> list[SavedStep]:
         """Return the lineages of a step and its existing ancestors, in ascending order, or an empty list for `None`."""
-        existing = self.read_steps().values()
+        existing = self.read_lineages().values()
         return [e for e in existing if saved and (e.step == saved.step or saved.has_ancestor(e))]
 
 
-def find_last_step(storage: Storage) -> int | None:
+def find_last_step_number(storage: Storage) -> int | None:
     """Return the number of the most recently saved step of a directory, or `None` if it has no steps."""
     found = StepHistory(storage).find_last_saved_step()
     return None if found is None else found.step
 
 
 def convert_lineage_to_facts(lineage: SavedStep) -> dict[str, Any]:
-    """Convert a lineage to the entries of a manifest from which `read_lineage_from_facts` reads it."""
+    """Convert a lineage to entries of a manifest, from which `read_lineage_from_facts` reads it."""
     return {"parent": lineage.parent, "lines": lineage.lines, "order": lineage.order}
 
 
@@ -178,9 +178,9 @@ def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
         size = storage.get_file_size(storage.get_folder_name(step), NAME) or 0
         found = None
         if size > _HEAD_BYTES:
-            found = _read_facts(storage, step, _HEAD_BYTES, is_whole=False)
+            found = _read_facts_from_manifest(storage, step, _HEAD_BYTES, is_whole=False)
         if found is None:
-            found = _read_facts(storage, step, size, is_whole=True)
+            found = _read_facts_from_manifest(storage, step, size, is_whole=True)
         saved = read_lineage_from_facts(step, found)
         is_right = all(type(number) is int for number in [*saved.lines.values(), saved.order])
         are_numbers = all(type(value) in (int, float) for value in saved.metrics.values())
@@ -189,13 +189,13 @@ def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
         return None  # the step was deleted meanwhile, or is damaged, so opening it raises an error
 
 
-def _read_facts(storage: Storage, step: int, num_bytes: int, *, is_whole: bool) -> Any:
-    """Return the entries before a manifest's metadata, or `None` if `num_bytes` of more bytes do not contain them."""
+def _read_facts_from_manifest(storage: Storage, step: int, num_bytes: int, *, is_whole: bool) -> Any:
+    """Return a manifest's entries before `metadata`, or `None` if its first `num_bytes` bytes end before it."""
     check_size_limit(f"{storage.where}/{storage.get_folder_name(step)}/{NAME}", num_bytes)
     data = bytearray(num_bytes)
     count = storage.read_file_into(storage.get_folder_name(step), NAME, 0, memoryview(data))
     head, is_there, _ = bytes(data[:count]).partition(b',\n "metadata": ')
     if is_there:
         return json.loads(head + b"}")
-    # Another program has reformatted the manifest, so its metadata are not where we write them: parse all.
+    # Another program has reformatted the manifest, so `metadata` may be anywhere in it: parse the whole file.
     return json.loads(data) if is_whole else None

@@ -29,12 +29,12 @@ from layoutmap.checkpoint.stream_records import (
     BeginRecord,
     EndRecord,
     RecordKind,
-    check_answer,
+    check_receiver_accepted,
     decode_payload,
     encode_answer,
     encode_record_header,
     make_stream_error,
-    parse_begin,
+    parse_begin_record,
     read_record,
 )
 from layoutmap.core.errors import CheckpointError
@@ -76,23 +76,25 @@ class PipeLink:
         def send_record(kind: RecordKind, payload: bytes | memoryview) -> None:
             nonlocal number
             for data in encode_record_header(kind, number, payload), payload:
-                self._write_all(data, stop_at_answer=True)
+                self._write_all_bytes(data, stop_at_answer=True)
             number += 1
 
-        with self._use_nonblocking_writes():
+        with self._make_writes_nonblocking():
             send_record(RecordKind.BEGIN, msgspec.json.encode(begin))
             try:
-                yield _RecordFileMaker(send_record), ""
+                yield _RecordSender(send_record), ""
             except Exception:
                 with contextlib.suppress(CheckpointError):
                     send_record(RecordKind.FAILED, b"")
                 raise
             send_record(RecordKind.END, b"")
-            self._receive_answer()
+            self._receive_and_check_answer()
 
     def receive_begin_record(self) -> BeginRecord:
         """Read and return the first record of the next stream, which lists the stream's variables."""
-        begin = parse_begin(read_record(self._read_bytes, 0, [RecordKind.BEGIN], self._where)[1], self._where)
+        begin = parse_begin_record(
+            read_record(self._read_bytes, 0, [RecordKind.BEGIN], self._where)[1], self._where
+        )
         self._token = begin.token
         return begin
 
@@ -136,27 +138,27 @@ class PipeLink:
     def send_answer(self, error: str = "") -> None:
         """Tell the sender that the weights were received, or with `error` why they were not."""
         payload = encode_answer(self._token, error)
-        with self._use_nonblocking_writes():
-            self._write_all(
+        with self._make_writes_nonblocking():
+            self._write_all_bytes(
                 encode_record_header(RecordKind.ANSWER, 0, payload) + payload, stop_at_answer=False
             )
 
-    def _receive_answer(self) -> None:
+    def _receive_and_check_answer(self) -> None:
         payload = read_record(self._read_bytes, 0, [RecordKind.ANSWER], self._where)[1]
-        check_answer(payload, self._token, self._where)
+        check_receiver_accepted(payload, self._token, self._where)
 
     def _read_bytes(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
             self._wait_for_events({self._reader: select.POLLIN})
-            with self._translate_errors():
+            with self._translate_os_errors():
                 found = os.read(self._reader, min(size - len(data), MOST_DATA_BYTES))
                 if not found:
                     raise BrokenPipeError(0, "end of the stream")
                 data += found
         return bytes(data)
 
-    def _write_all(self, data: bytes | memoryview, *, stop_at_answer: bool) -> None:
+    def _write_all_bytes(self, data: bytes | memoryview, *, stop_at_answer: bool) -> None:
         """Write all bytes. With `stop_at_answer`, raise if an answer arrives earlier, because it is a refusal."""
         remaining = memoryview(data).cast("B")
         while remaining:
@@ -165,13 +167,13 @@ class PipeLink:
                 events_by_descriptor[self._reader] = events_by_descriptor.get(self._reader, 0) | select.POLLIN
             ready = self._wait_for_events(events_by_descriptor)
             if stop_at_answer and ready.get(self._reader, 0) & ~select.POLLOUT:
-                self._receive_answer()
+                self._receive_and_check_answer()
                 raise make_stream_error(self._where, "the receiver answered before the end of the stream")
-            with self._translate_errors():
+            with self._translate_os_errors():
                 remaining = remaining[os.write(self._writer, remaining) :]
 
     def _wait_for_events(self, events_by_descriptor: Mapping[int, int]) -> dict[int, int]:
-        """Wait for an event on a file descriptor. Return the events by descriptor, or raise after the timeout."""
+        """Wait for events. Return a dict from file descriptor to its events, or raise after the timeout."""
         poll = select.poll()
         for descriptor, events in events_by_descriptor.items():
             poll.register(descriptor, events)
@@ -180,7 +182,7 @@ class PipeLink:
         raise _make_timeout_error(self._where, self._timeout)
 
     @contextlib.contextmanager
-    def _use_nonblocking_writes(self) -> Generator[None]:
+    def _make_writes_nonblocking(self) -> Generator[None]:
         """Make writes non-blocking until the block ends, so that `_wait_for_events` notices a hanging receiver."""
         before = os.get_blocking(self._writer)
         os.set_blocking(self._writer, False)
@@ -190,7 +192,7 @@ class PipeLink:
             os.set_blocking(self._writer, before)
 
     @contextlib.contextmanager
-    def _translate_errors(self) -> Generator[None]:
+    def _translate_os_errors(self) -> Generator[None]:
         try:
             with contextlib.suppress(BlockingIOError):
                 yield
@@ -223,8 +225,8 @@ class FolderLink:
 
     @contextlib.contextmanager
     def open_stream(self, begin: BeginRecord) -> Generator[tuple[FileMaker, str]]:
-        """Yield a storage and a hidden folder. After the block, send the folder by a rename, and await the answer."""
-        with self._translate_errors(), open_hidden_folder(self._sent, begin.token) as hidden:
+        """Yield a storage and a hidden folder's name. After the block, rename the folder, and await the answer."""
+        with self._translate_os_errors(), open_hidden_folder(self._sent, begin.token) as hidden:
             storage = LocalStorage(self._folder)
             self._answer.unlink(missing_ok=True)
             yield storage, hidden.name
@@ -234,30 +236,32 @@ class FolderLink:
                     payload = msgspec.json.encode(value)
                     sink.write(encode_record_header(kind, number, payload) + payload)
             old = self._folder / f".{make_random_token()}"
-            if self._try_rename(self._sent, old):  # an earlier stream was never received, so remove it
+            if self._try_rename_folder(self._sent, old):  # an earlier stream was never received, so remove it
                 remove_folder(old)
             os.rename(hidden, self._sent)
-        with self._translate_errors():
+        with self._translate_os_errors():
             self._wait_until(self._answer.exists)
             answer = self._answer.read_bytes()
             self._answer.unlink()
-        check_answer(answer, begin.token, self._where)
+        check_receiver_accepted(answer, begin.token, self._where)
 
     def receive_begin_record(self) -> BeginRecord:
         """Wait for the next stream, rename its folder to claim it, and return the first record."""
-        with self._translate_errors():
+        with self._translate_os_errors():
             remove_folder(self._received)
-            self._wait_until(lambda: self._try_rename(self._sent, self._received))
+            self._wait_until(lambda: self._try_rename_folder(self._sent, self._received))
         file, position = ByteFile(self._received / "stream"), 0
 
-        def read_next(size: int) -> bytes:
+        def read_next_bytes(size: int) -> bytes:
             nonlocal position
             position += size
             return file.read(position - size, size)
 
-        begin = parse_begin(read_record(read_next, 0, [RecordKind.BEGIN], self._where)[1], self._where)
+        begin = parse_begin_record(
+            read_record(read_next_bytes, 0, [RecordKind.BEGIN], self._where)[1], self._where
+        )
         self._token = begin.token
-        end = read_record(read_next, 1, [RecordKind.END], self._where)[1]
+        end = read_record(read_next_bytes, 1, [RecordKind.END], self._where)[1]
         self._files = decode_payload(end, EndRecord, self._where).files
         return begin
 
@@ -274,13 +278,13 @@ class FolderLink:
 
     def send_answer(self, error: str = "") -> None:
         """Delete the received files, and write the answer. With `error`, it says why the weights were refused."""
-        with self._translate_errors():
+        with self._translate_os_errors():
             remove_folder(self._received)
             hidden = self._folder / ".answer"
             hidden.write_bytes(encode_answer(self._token, error))
             os.replace(hidden, self._answer)
 
-    def _try_rename(self, source: Path, target: Path) -> bool:
+    def _try_rename_folder(self, source: Path, target: Path) -> bool:
         """Rename a folder, and return whether it existed."""
         try:
             os.rename(source, target)
@@ -296,7 +300,7 @@ class FolderLink:
             time.sleep(_POLL_SECONDS)
 
     @contextlib.contextmanager
-    def _translate_errors(self) -> Generator[None]:
+    def _translate_os_errors(self) -> Generator[None]:
         try:
             yield
         except OSError as error:
@@ -310,17 +314,17 @@ class FolderLink:
 StreamLink = PipeLink | FolderLink
 
 
-class _RecordFileMaker(FileMaker):
+class _RecordSender(FileMaker):
     """Send files as records, one file after the other."""
 
     def __init__(self, send_record: Callable[[RecordKind, bytes | memoryview], None]):
         self._send = send_record
 
-    def create_file(self, folder: str, name: str) -> _RecordFileMaker:
+    def create_file(self, folder: str, name: str) -> _RecordSender:
         self._send(RecordKind.FILE, name.encode())
         return self
 
-    def __enter__(self) -> _RecordFileMaker:
+    def __enter__(self) -> _RecordSender:
         return self
 
     def write(self, data: memoryview | bytes, /) -> None:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from layoutmap.checkpoint.chunk_table import Chunk, build_chunk_tables, chunk_from_json, chunk_to_json
-from layoutmap.checkpoint.manifest_form import parse_manifest_form
+from layoutmap.checkpoint.manifest_form import parse_manifest_fields
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.core.errors import CheckpointError, shorten_repr
 from layoutmap.core.garbage import pause_garbage_collection
@@ -109,7 +109,7 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "step": manifest.step, **manifest.facts}
     head |= {"metadata": manifest.metadata, "states": manifest.states}
     lines = [f'"{name}": {_format_json(value)}' for name, value in head.items()]
-    files = [_format_json(file_to_json(file)) for file in manifest.files]
+    files = [_format_json(data_file_to_json(file)) for file in manifest.files]
     lines.append(f'"files": {_format_json_list(files)}')
     variables = [_format_variable(each, manifest.chunks[each.path]) for each in manifest.variables]
     lines.append(f'"variables": {_format_json_list(variables)}')
@@ -153,7 +153,7 @@ def manifest_from_bytes(data: bytes, where: str) -> Manifest:
         raise CheckpointError(
             f"{where}: the format of the manifest is unknown",
             facts={"format": shorten_repr(found["format"]), "version": shorten_repr(found["version"])},
-            why=f"this version of the library reads {FORMAT!r} of version {VERSION}",
+            why=f"this version of layoutmap reads {FORMAT!r} of version {VERSION}",
             fix="upgrade: pip install -U layoutmap",
         )
     return manifest
@@ -165,7 +165,7 @@ def _build_manifest(fields: Mapping[str, Any]) -> Manifest:
     Raises:
         ValueError: An entry is invalid, although the checksum is right, as in a forged manifest.
     """
-    form = parse_manifest_form(fields)
+    form = parse_manifest_fields(fields)
     known = {"checksum", "format", "version", "step", "metadata", "states", "files", "variables"}
     files = tuple(DataFile(f.name, f.bytes, f.header_bytes, f.header) for f in form.files)
     variables = tuple(
@@ -178,25 +178,25 @@ def _build_manifest(fields: Mapping[str, Any]) -> Manifest:
     return Manifest(form.step, facts, form.metadata, form.states, files, variables, tables)
 
 
-def part_to_bytes(part: ProcessPart) -> bytes:
+def process_part_to_bytes(part: ProcessPart) -> bytes:
     """Serialize the part of a step that one process wrote, so that process 0 can add it to the manifest."""
     chunks = {path: list(map(chunk_to_json, found)) for path, found in part.chunks.items()}
     return _format_json(
-        {"files": list(map(file_to_json, part.files)), "chunks": chunks, "states": part.states}
+        {"files": list(map(data_file_to_json, part.files)), "chunks": chunks, "states": part.states}
     ).encode()
 
 
-def part_from_bytes(data: bytes) -> ProcessPart:
-    """Return the part of a step from the bytes that `part_to_bytes` returned for it."""
+def process_part_from_bytes(data: bytes) -> ProcessPart:
+    """Return the part of a step from the bytes that `process_part_to_bytes` returned for it."""
     found = json.loads(data)
     return ProcessPart(
-        tuple(map(file_from_json, found["files"])),
+        tuple(map(data_file_from_json, found["files"])),
         {path: tuple(map(chunk_from_json, chunks)) for path, chunks in found["chunks"].items()},
         found["states"],
     )
 
 
-def file_to_json(file: DataFile) -> dict[str, Any]:
+def data_file_to_json(file: DataFile) -> dict[str, Any]:
     """Convert a data file to its entry in the manifest."""
     return {
         "name": file.name,
@@ -206,8 +206,8 @@ def file_to_json(file: DataFile) -> dict[str, Any]:
     }
 
 
-def file_from_json(entry: Mapping[str, Any]) -> DataFile:
-    """Convert an entry of `file_to_json` back to a data file."""
+def data_file_from_json(entry: Mapping[str, Any]) -> DataFile:
+    """Convert an entry of `data_file_to_json` back to a data file."""
     return DataFile(entry["name"], entry["bytes"], entry["header_bytes"], entry["header"])
 
 

@@ -15,41 +15,41 @@ from layoutmap.core.variables import Kind
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _FileForm(msgspec.Struct):
+class _FileFields(msgspec.Struct):
     name: str
     bytes: _Number
     header_bytes: _Number
     header: str
 
 
-class _VariableForm(msgspec.Struct):
+class _VariableFields(msgspec.Struct):
     path: str
     shape: tuple[_Number, ...]
     dtype: str
-    chunks: list[Any]  # up to a million rows; `build_chunk_tables` checks them, because numpy is faster
+    chunks: list[Any]  # up to a million rows; `build_chunk_tables` checks them with numpy, which is faster
     kind: Kind = Kind.WEIGHT
     aliases: tuple[str, ...] = ()
     layout: Specs | None = None
 
 
-class _RandomStateForm(msgspec.Struct):
+class _RandomStateFields(msgspec.Struct):
     random: dict[str, Any] = {}
 
 
-class _StatesForm(msgspec.Struct):
+class _StatesFields(msgspec.Struct):
     settings: dict[str, Any] = {}
-    processes: list[_RandomStateForm] = []
+    processes: list[_RandomStateFields] = []
 
 
 # msgspec checks the types and bounds of all fields while it converts, so no other code checks them (decisions/0190).
-class ManifestForm(msgspec.Struct):
+class ManifestFields(msgspec.Struct):
     """Declare the fields of a manifest with their types. Unknown fields are allowed."""
 
     step: _Number
     metadata: Any
     states: dict[str, Any]
-    files: tuple[_FileForm, ...]
-    variables: tuple[_VariableForm, ...]
+    files: tuple[_FileFields, ...]
+    variables: tuple[_VariableFields, ...]
     created: str | None = None
     writer: str | None = None
     library: str | None = None
@@ -63,21 +63,21 @@ class ManifestForm(msgspec.Struct):
     metrics: Any = msgspec.UNSET
 
 
-def parse_manifest_form(data: Any) -> ManifestForm:
+def parse_manifest_fields(data: Any) -> ManifestFields:
     """Convert the JSON of a manifest to its fields, and check all of them.
 
     Raises:
         msgspec.ValidationError: A value has the wrong type.
         ValueError: A file name, path, layout, or state is invalid.
     """
-    form = msgspec.convert(data, ManifestForm)
+    form = msgspec.convert(data, ManifestFields)
     for file in form.files:
         if not _is_inside_step_folder(file.name):
             raise ValueError(f"file {file.name!r:.200} is outside of the step's folder")
         if file.header_bytes > file.bytes:
             raise ValueError(f"file {file.name!r:.200} is smaller than its header")
     decode_state(form.metadata)
-    msgspec.convert({name: decode_state(value) for name, value in form.states.items()}, _StatesForm)
+    msgspec.convert({name: decode_state(value) for name, value in form.states.items()}, _StatesFields)
     if form.metrics is not msgspec.UNSET:
         msgspec.convert(decode_state(form.metrics), dict[str, bool | int | float])
     mesh = Mesh(None, list((form.mesh or {}).items()))
@@ -96,7 +96,7 @@ def parse_manifest_form(data: Any) -> ManifestForm:
 
 
 def _is_inside_step_folder(name: str) -> bool:
-    """Return whether a file name, relative to the step's folder, names a file inside it."""
+    """Return whether a file name, which is relative to the step's folder, leads to a place inside this folder."""
     parts = name.split("/")
     return (
         not any(part in ("", ".", "..") for part in parts) and not {*"\\\0"} & {*name} and bool(name.encode())

@@ -21,7 +21,7 @@ Extra = Literal["error", "ignore"]
 
 
 class ModelValues:
-    """Provide the checkpoint values of a model's variables.
+    """Read the values that a checkpoint has for the variables of a model.
 
     Args:
         source: The checkpoint.
@@ -55,7 +55,7 @@ class ModelValues:
     def find_saved_variable(self, variable: VariableSpec) -> SavedVariable | None:
         """Return the saved variable with the path or an alias of a model's variable, or `None` if there is none."""
         if self._renamed is not None and variable.kind in (Kind.WEIGHT, Kind.STATE):
-            self._renamed.add_from_table((variable.path, *variable.aliases), variable.shape)
+            self._renamed.add_variable_from_table((variable.path, *variable.aliases), variable.shape)
         for path in (variable.path, *variable.aliases):
             if path in self.source.variables:
                 return self.source.variables[path]
@@ -67,7 +67,9 @@ class ModelValues:
         """Return the names of the tensors in the checkpoint that make up a saved variable."""
         return [saved.path] if self._renamed is None else self._renamed.list_tensor_names(saved.path)
 
-    def check_all(self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)) -> None:
+    def check_variables_match(
+        self, variables: Sequence[VariableSpec], kinds: Collection[Kind] = (Kind.WEIGHT,)
+    ) -> None:
         """Compare all variables of a model with the checkpoint, and raise one error with all differences.
 
         Args:
@@ -79,17 +81,17 @@ class ModelValues:
         """
         found = [(variable, self.find_saved_variable(variable)) for variable in variables]
         if self._renamed is not None:
-            self._renamed.check_unique_parts(saved.path for _, saved in found if saved)
+            self._renamed.check_parts_are_used_once(saved.path for _, saved in found if saved)
         wrong = [
-            text
-            for variable, saved in found
-            if saved and (text := self._describe_difference(variable, saved))
+            text for variable, saved in found if saved and (text := self._find_difference(variable, saved))
         ]
         known = {saved.path for _, saved in found if saved}
         unknown = [
             v
             for v, saved in found
-            if saved is None and v.kind in kinds and not (self._renamed and self._renamed.is_excluded(v.path))
+            if saved is None
+            and v.kind in kinds
+            and not (self._renamed and self._renamed.is_not_stored(v.path))
         ]
         rest = [path for path, v in self.source.variables.items() if path not in known and v.kind in kinds]
         missing = unknown if self.missing == "error" else []
@@ -120,10 +122,10 @@ class ModelValues:
             fix=", or ".join(fixes),
         )
 
-    def make_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
-        """Return a function that reads blocks of a variable's saved values, or `None` if they cannot be used."""
+    def make_block_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
+        """Return a function that reads blocks of a variable's saved values, or `None` if it has none to load."""
         saved = None if self._closed or _is_random_key(variable) else self.find_saved_variable(variable)
-        # A path may change until all variables exist, and so name a wrong saved variable: compare the shapes.
+        # A new variable's path may still change, and may now be that of another saved variable, so compare the shapes.
         if saved is None or saved.shape != variable.shape:
             return None
         self.read_paths.add(variable.path)
@@ -165,7 +167,7 @@ class ModelValues:
         """Stop providing values. Variables created later keep their initial values."""
         self._closed = True
 
-    def _describe_difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
+    def _find_difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
         if _is_random_key(variable):
             return None
         if saved.shape != variable.shape:

@@ -49,7 +49,7 @@ class NamePattern:
     text: str
 
     def match_name(self, name: str, *, allow_prefix: bool = False) -> tuple[int, tuple[str, ...]] | None:
-        """Return the number of matched characters of a name and the text of each star, or `None` if it does not match.
+        """Return how many characters of a name match, and each star's text, or `None` if it does not match.
 
         Args:
             name: The name.
@@ -133,7 +133,7 @@ class NameTable:
     exact: Mapping[str, TableEntry] = field(default_factory=dict[str, TableEntry])
 
     def find_entry(self, path: str) -> tuple[TableEntry, tuple[str, ...]] | None:
-        """Return the line that matches most of a path and the text of each star, or `None` if no line matches."""
+        """Return the line that matches most characters of a path, and each star's text, or `None` if none does."""
         if path in self.exact:
             return self.exact[path], ()
         found = [
@@ -217,7 +217,7 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
     return NameTable(where, tuple(_parse_table_entries(where, text, cast("dict[str, Any]", entries))))
 
 
-def make_model_table(where: str, names: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> NameTable:
+def make_name_table_of_model(where: str, names: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> NameTable:
     """Build the table of one model from the names and axes of the tensors that make up each variable.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 from layoutmap.checkpoint.chunk_table import ChunkOverlap, ChunkTable
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.checkpoint.gate import check_size_limit
-from layoutmap.checkpoint.lineage import find_last_step
+from layoutmap.checkpoint.lineage import find_last_step_number
 from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, compute_xxh3, manifest_from_bytes
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.states import decode_state
@@ -49,7 +49,7 @@ class StepSource(Source):
 
     def __init__(self, storage: Storage, step: int | None = None):
         self._storage = storage
-        number = _choose_step(storage, step)
+        number = _resolve_step_number(storage, step)
         self._folder = storage.get_folder_name(number)
         where = f"{storage.where}/{self._folder}"
         size = storage.get_file_size(self._folder, NAME)
@@ -127,35 +127,35 @@ class StepSource(Source):
             fix="restore it from a copy, or load another step",
         )
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
-        checked = self._checked.pop((variable.path, get_slice_ends(wanted)), None)
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
+        checked = self._checked.pop((variable.path, get_slice_ends(index)), None)
         if checked is not None:
             return checked
         result = _allocate_aligned_array(
-            compute_block_shape(wanted), get_numpy_dtype(variable.dtype, variable.path)
+            compute_block_shape(index), get_numpy_dtype(variable.dtype, variable.path)
         )
-        self._read_block_into(variable, wanted, result)
+        self._read_block_into(variable, index, result)
         return result
 
-    def _read_block_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
-        checked = self._checked.pop((variable.path, get_slice_ends(wanted)), None)
+    def _read_block_into(self, variable: SavedVariable, index: Index, target: NumpyArray) -> None:
+        checked = self._checked.pop((variable.path, get_slice_ends(index)), None)
         if checked is not None:
             target[...] = checked
             return
-        self._read_chunks(variable, wanted, target)
+        self._read_chunks(variable, index, target)
 
-    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
+    def _verify_block(self, variable: SavedVariable, index: Index) -> None:
         """Verify a block, and cache its values for the next `read` if they have at most `cache_bytes` bytes."""
         num_bytes = (
-            math.prod(compute_block_shape(wanted)) * get_numpy_dtype(variable.dtype, variable.path).itemsize
+            math.prod(compute_block_shape(index)) * get_numpy_dtype(variable.dtype, variable.path).itemsize
         )
         if num_bytes <= self.cache_bytes:
-            self._checked[variable.path, get_slice_ends(wanted)] = self._read_block(variable, wanted)
+            self._checked[variable.path, get_slice_ends(index)] = self._read_block(variable, index)
             self.cache_bytes -= num_bytes
             return
-        self._read_chunks(variable, wanted, None)
+        self._read_chunks(variable, index, None)
 
-    def find_damage(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
+    def iterate_damage(self, progress: Callable[[str], object] | None = None) -> Iterator[CheckpointError]:
         """Read all files, and yield an error for each missing or damaged file and for each damaged chunk.
 
         Args:
@@ -190,7 +190,7 @@ class StepSource(Source):
                 except CheckpointError as error:
                     yield error
 
-    def _read_chunks(self, variable: SavedVariable, wanted: Index, target: NumpyArray | None) -> None:
+    def _read_chunks(self, variable: SavedVariable, index: Index, target: NumpyArray | None) -> None:
         """Read and verify the chunks that overlap a block, and copy the overlaps into `target` unless it is `None`.
 
         Chunks that are adjacent in a file are read at once as a group, and threads read several groups at a time.
@@ -199,7 +199,7 @@ class StepSource(Source):
         chunks = self.manifest.chunks[variable.path]
         assert isinstance(chunks, ChunkTable)
         rest: list[ChunkOverlap] = []
-        for overlap in chunks.find_overlaps(wanted, dtype.itemsize):
+        for overlap in chunks.find_overlapping_chunks(index, dtype.itemsize):
             if self._kept and (cached := self._kept.get(overlap[:5])) is not None:
                 _copy_overlap(overlap, cached, target)
             else:
@@ -291,10 +291,10 @@ def _make_damage_error(where: str, what: str, start: int, size: int, *, missing:
     )
 
 
-def _choose_step(storage: Storage, step: int | None) -> int:
+def _resolve_step_number(storage: Storage, step: int | None) -> int:
     steps = storage.list_steps()
     if steps and step is None:
-        return steps[0] if len(steps) == 1 else find_last_step(storage) or steps[-1]
+        return steps[0] if len(steps) == 1 else find_last_step_number(storage) or steps[-1]
     if step in steps:
         assert step is not None
         return step

@@ -75,7 +75,7 @@ class RemoteStorage:
 
     def list_steps(self) -> list[int]:
         """Return the existing steps, in ascending order."""
-        with _translate_errors(self._files, self._root, "the folder cannot be listed"):
+        with _translate_store_errors(self._files, self._root, "the folder cannot be listed"):
             try:
                 names = [
                     os.path.basename(path.rstrip("/")) for path in self._files.ls(self._root, detail=False)
@@ -99,7 +99,7 @@ class RemoteStorage:
         """Copy the manifest into the step's folder, or raise if the step exists. Then delete files of other saves."""
         folder = self.get_folder_name(step)
         path = self._join_path(folder, NAME)
-        with _translate_errors(self._files, path, f"step {step} cannot be completed", _FIX_BUCKET):
+        with _translate_store_errors(self._files, path, f"step {step} cannot be completed", _FIX_BUCKET):
             manifest = self._files.cat_file(self._join_path(f"{folder}/{token}", NAME))
             try:
                 self._files.pipe_file(path, manifest, mode="create")
@@ -130,7 +130,7 @@ class RemoteStorage:
         """Delete the manifest, so that the step no longer exists, then the other files. Ignore a missing step."""
         path = self._join_path(self.get_folder_name(step), NAME)
         with (
-            _translate_errors(self._files, path, f"step {step} cannot be deleted"),
+            _translate_store_errors(self._files, path, f"step {step} cannot be deleted"),
             suppress(FileNotFoundError),
         ):
             self._files.rm_file(path)
@@ -149,7 +149,7 @@ class RemoteStorage:
     def get_file_size(self, folder: str, name: str) -> int | None:
         """Return the size of a file in bytes, or `None` if it does not exist."""
         path = self._join_path(folder, name)
-        with _translate_errors(self._files, path, "the file cannot be read"):
+        with _translate_store_errors(self._files, path, "the file cannot be read"):
             try:
                 found = self._files.info(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -160,7 +160,7 @@ class RemoteStorage:
         """Read from offset `start` into `buffer`, and return the byte count, which is smaller only at the end."""
         path = self._join_path(folder, name)
         end = start + len(buffer)
-        with _translate_errors(self._files, path, "the file cannot be read"):
+        with _translate_store_errors(self._files, path, "the file cannot be read"):
             try:
                 data = self._files.cat_file(path, start=start, end=end) if buffer else b""
             except FileNotFoundError:
@@ -189,19 +189,19 @@ class _RemoteSink:
         self._file: Any = None
 
     def __enter__(self) -> Self:
-        with self._translate_errors():
+        with self._translate_store_errors():
             self._file = self._files.open(self._path, "wb", block_size=_PART_BYTES)
         return self
 
     def write(self, data: memoryview | bytes, /) -> None:
-        with self._translate_errors():
+        with self._translate_store_errors():
             self._file.write(data)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
         if kind is None:
-            with self._translate_errors():
+            with self._translate_store_errors():
                 self._file.close()
             return
         with suppress(Exception):
@@ -211,12 +211,12 @@ class _RemoteSink:
         with suppress(Exception):
             self._files.rm_file(self._path)
 
-    def _translate_errors(self) -> AbstractContextManager[None]:
-        return _translate_errors(self._files, self._path, "the file cannot be written", _FIX_BUCKET)
+    def _translate_store_errors(self) -> AbstractContextManager[None]:
+        return _translate_store_errors(self._files, self._path, "the file cannot be written", _FIX_BUCKET)
 
 
 @contextmanager
-def _translate_errors(
+def _translate_store_errors(
     files: Any, path: str, what: str, fix: str = "restore it from a copy, or load another step"
 ) -> Generator[None]:
     """Convert any error of the store to a `CheckpointError` that names the path."""

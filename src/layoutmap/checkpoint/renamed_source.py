@@ -47,7 +47,7 @@ class RenamedSource(Source):
 
     Attributes:
         where: The path of the source.
-        variables: The variables by path: those of `add_from_table`, and the tensors that no table entry used.
+        variables: The variables by path: those of `add_variable_from_table`, and the tensors that no table entry used.
     """
 
     def __init__(self, source: Source, names: NameTable):
@@ -61,8 +61,8 @@ class RenamedSource(Source):
         """States of the source."""
         return self._source.states
 
-    def add_from_table(self, paths: Sequence[str], shape: Sequence[int]) -> None:
-        """Add a variable of the model, if the table has a line for it and the source has all its tensors.
+    def add_variable_from_table(self, paths: Sequence[str], shape: Sequence[int]) -> None:
+        """Add a variable of the model if the table has a line for it and the source has all its tensors.
 
         Args:
             paths: The variable's path and aliases.
@@ -80,10 +80,10 @@ class RenamedSource(Source):
             entry, stars = found
             names = [self._choose_tensor_name(pattern, stars) for pattern in entry.tensors]
             if names and all(name in self._source.variables for name in names):
-                self._add_if_sizes_match(path, tuple(shape), list(zip(names, entry.tensors, strict=True)))
+                self._try_add_variable(path, tuple(shape), list(zip(names, entry.tensors, strict=True)))
                 return
 
-    def is_excluded(self, path: str) -> bool:
+    def is_not_stored(self, path: str) -> bool:
         """Return whether the table marks a variable of the model as not stored."""
         entry = self._names.find_entry(path)
         return entry is not None and not entry[0].tensors
@@ -96,7 +96,7 @@ class RenamedSource(Source):
         """Return the tensors of a variable that was added, or an empty sequence if the variable was not added."""
         return self._from.get(path, ())
 
-    def check_unique_parts(self, paths: Iterable[str]) -> None:
+    def check_parts_are_used_once(self, paths: Iterable[str]) -> None:
         """Raise if two variables of a model are read from the same tensor, or from the same part of a tensor.
 
         Raises:
@@ -105,7 +105,7 @@ class RenamedSource(Source):
         users: dict[tuple[str, ArrayAxes], str] = {}
         for path in paths:
             for each in self._from.get(path, ()):
-                user = users.setdefault((each.name, _select_fixed_parts(each.tensor_axes)), path)
+                user = users.setdefault((each.name, _select_axis_parts(each.tensor_axes)), path)
                 if user != path:
                     raise CheckpointError(
                         f"{user} and {path} are read from the same tensor",
@@ -118,7 +118,7 @@ class RenamedSource(Source):
         name = pattern.name.fill_stars(stars)
         return name if name in self._source.variables else pattern.name.fill_stars(stars, with_optional=False)
 
-    def _add_if_sizes_match(
+    def _try_add_variable(
         self, path: str, shape: tuple[int, ...], tensors: Sequence[tuple[str, TensorPattern]]
     ) -> None:
         saved = [self._source.variables[name] for name, _ in tensors]
@@ -131,9 +131,9 @@ class RenamedSource(Source):
             )
         parts: list[SourcePart] = []
         for (name, pattern), each in zip(tensors, saved, strict=True):
-            variable_axes, tensor_axes = _get_axes_pair(pattern, len(each.shape))
+            variable_axes, tensor_axes = _get_variable_and_tensor_axes(pattern, len(each.shape))
             sizes = solve_axis_sizes([(tensor_axes, each.shape), (variable_axes, shape)])
-            if sizes is None:  # keep the tensor's shape, so that `check_all` reports the difference
+            if sizes is None:  # keep the tensor's shape, so that the check of shapes reports the difference
                 self.variables[path] = replace(saved[0], path=path, aliases=())
                 self.variables.pop(name, None)
                 return
@@ -149,40 +149,40 @@ class RenamedSource(Source):
         self.variables[path] = SavedVariable(path, shape, first.dtype, first.kind)
         self._from[path] = list(parts)
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
-        if (name := self._find_equal_tensor_name(variable.path)) is not None:
-            return self._source.read(name, wanted)
-        result = np.empty(compute_block_shape(wanted), get_numpy_dtype(variable.dtype, variable.path))
-        self._fill_from_parts(result, wanted, self._from[variable.path], self._source.read)
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
+        if (name := self._find_unchanged_tensor_name(variable.path)) is not None:
+            return self._source.read(name, index)
+        result = np.empty(compute_block_shape(index), get_numpy_dtype(variable.dtype, variable.path))
+        self._fill_from_parts(result, index, self._from[variable.path], self._source.read)
         return result
 
-    def _read_block_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
-        if (name := self._find_equal_tensor_name(variable.path)) is not None:
-            self._source.read_into(name, wanted, target)
+    def _read_block_into(self, variable: SavedVariable, index: Index, target: NumpyArray) -> None:
+        if (name := self._find_unchanged_tensor_name(variable.path)) is not None:
+            self._source.read_into(name, index, target)
             return
-        super()._read_block_into(variable, wanted, target)
+        super()._read_block_into(variable, index, target)
 
-    def _find_equal_tensor_name(self, path: str) -> str | None:
+    def _find_unchanged_tensor_name(self, path: str) -> str | None:
         """Return the name of the tensor that equals a variable, or `None` if the tensors must be joined or permuted."""
         parts = self._from.get(path)
         if parts is None:
             return path
         return parts[0].name if len(parts) == 1 and parts[0].variable_axes == parts[0].tensor_axes else None
 
-    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
-        if (name := self._find_equal_tensor_name(variable.path)) is not None:
-            self._source.verify_block(name, wanted)
+    def _verify_block(self, variable: SavedVariable, index: Index) -> None:
+        if (name := self._find_unchanged_tensor_name(variable.path)) is not None:
+            self._source.verify_block(name, index)
             return
         parts, dtype = self._from[variable.path], get_numpy_dtype(variable.dtype, variable.path)
 
-        def check_block(name: str, block: Index) -> NumpyArray:
+        def verify_block(name: str, block: Index) -> NumpyArray:
             self._source.verify_block(name, block)
             return np.empty(compute_block_shape(block), dtype)
 
         for step in split_shard_into_chunks(
-            wanted, choose_chunk_shape(compute_block_shape(wanted), dtype.itemsize, _CHECKED_BYTES)
+            index, choose_chunk_shape(compute_block_shape(index), dtype.itemsize, _CHECKED_BYTES)
         ):
-            self._fill_from_parts(np.empty(compute_block_shape(step), dtype), step, parts, check_block)
+            self._fill_from_parts(np.empty(compute_block_shape(step), dtype), step, parts, verify_block)
 
     def _fill_from_parts(
         self,
@@ -223,7 +223,7 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
             continue
         entry, stars = line
         for pattern in entry.tensors:
-            axes, exported_axes = _get_axes_pair(pattern, len(variable.shape))
+            axes, exported_axes = _get_variable_and_tensor_axes(pattern, len(variable.shape))
             sizes = solve_axis_sizes([(axes, variable.shape)])
             if sizes is None:
                 raise CheckpointError(
@@ -254,7 +254,7 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
     return renamed
 
 
-def _select_fixed_parts(axes: ArrayAxes) -> ArrayAxes:
+def _select_axis_parts(axes: ArrayAxes) -> ArrayAxes:
     """Return the parts such as `1/3` on each axis, without the axis names."""
     return tuple(tuple(atom for atom in axis if isinstance(atom, AxisPart)) for axis in axes)
 
@@ -280,11 +280,11 @@ def _check_parts_complete(name: str, joined: Sequence[SourcePart], source: Sourc
                 facts={each.name: source.variables[each.name].shape for each in joined}
                 | {"table": names.where},
                 why=why,
-                fix="correct the table, or the model",
+                fix="correct the lines of the table that have this name",
             )
 
 
-def _get_axes_pair(pattern: TensorPattern, rank: int) -> tuple[ArrayAxes, ArrayAxes]:
+def _get_variable_and_tensor_axes(pattern: TensorPattern, rank: int) -> tuple[ArrayAxes, ArrayAxes]:
     """Return a pair: a variable's axes in the model and its tensor's axes, with default names if the table has none."""
     default_axes: ArrayAxes = tuple((f"axis_{n}",) for n in range(rank))
     return pattern.variable_axes or default_axes, pattern.tensor_axes or default_axes

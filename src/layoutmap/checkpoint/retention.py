@@ -46,18 +46,18 @@ class Retention:
         _check_positive_int("every_steps", self.every_steps, "every_steps=None saves whenever save is called")
         minutes = self.every_minutes
         if minutes is not None and not 0 < minutes < math.inf:
-            raise _make_error(
+            raise _make_argument_error(
                 "every_minutes", minutes, "it must be a positive number of minutes", "every_minutes=10"
             )
         if self.best_mode not in ("min", "max"):
-            raise _make_error(
+            raise _make_argument_error(
                 "best_mode",
                 self.best_mode,
                 "best_mode selects the smallest or the largest value",
                 'best_mode="max"',
             )
 
-    def is_due(self, step: int, previous_step: int | None, seconds_since_save: float) -> bool:
+    def is_save_due(self, step: int, previous_step: int | None, seconds_since_save: float) -> bool:
         """Return whether a step must be saved.
 
         Args:
@@ -66,9 +66,9 @@ class Retention:
             seconds_since_save: Seconds since the last save, or since the start of training.
 
         Example:
-            >>> Retention(every_steps=100).is_due(200, 199, 0), Retention(every_steps=100).is_due(205, 198, 0)
+            >>> Retention(every_steps=100).is_save_due(200, 199, 0), Retention(every_steps=100).is_save_due(205, 198, 0)
             (True, True)
-            >>> Retention(every_steps=100, every_minutes=10).is_due(150, 149, 601)
+            >>> Retention(every_steps=100, every_minutes=10).is_save_due(150, 149, 601)
             True
         """
         if self.every_steps is None and self.every_minutes is None:
@@ -113,7 +113,7 @@ class Retention:
         return {last_saved, *last, *every, *self.rank_steps_by_metric(metrics)[: self.keep_best]}
 
 
-def convert_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[str, float]:
+def validate_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict[str, float]:
     """Return metrics as floats. Raise if a value is not a number, or if the metric `best` is missing.
 
     Raises:
@@ -142,8 +142,10 @@ def convert_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dict
 
 def _check_positive_int(name: str, value: Any, alternative: str) -> None:
     if value is not None and (as_int(value) or 0) < 1:
-        raise _make_error(name, value, "it must be a whole number, 1 or more", f"{name}=3; {alternative}")
+        raise _make_argument_error(
+            name, value, "it must be a whole number, 1 or more", f"{name}=3; {alternative}"
+        )
 
 
-def _make_error(name: str, value: object, why: str, example: str) -> CheckpointError:
+def _make_argument_error(name: str, value: object, why: str, example: str) -> CheckpointError:
     return CheckpointError(f"{name}={value!r} cannot be used", why=why, fix=f"write for example {example}")

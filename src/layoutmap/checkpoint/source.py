@@ -48,7 +48,9 @@ class SavedVariable:
         return math.prod(self.shape) * get_numpy_dtype(self.dtype, self.path).itemsize
 
 
-def check_limits(where: str, variables: Iterable[SavedVariable], max_bytes: int | None = None) -> None:
+def check_variable_limits(
+    where: str, variables: Iterable[SavedVariable], max_bytes: int | None = None
+) -> None:
     """Raise if a variable has a name, rank, or size that cannot be real, as in a damaged or malicious file.
 
     Args:
@@ -75,7 +77,7 @@ def check_limits(where: str, variables: Iterable[SavedVariable], max_bytes: int 
 
 
 def import_package(subject: str, package: str, why: str) -> Any:
-    """Import a package that reads a format, and return it. If it is missing, the error has `subject` and `why`.
+    """Return the imported package that reads a format. If it is missing, the error has `subject` and `why`.
 
     Raises:
         CheckpointError: The package is not installed.
@@ -108,37 +110,37 @@ class Source(ABC):
         return {}
 
     def read(self, path: str, index: Index | None = None) -> NumpyArray:
-        """Return the values of a variable at an index (`None`: all) in new memory.
+        """Return the block of a variable at `index`, or all its values if `index` is `None`, in new memory.
 
         Raises:
             CheckpointError: There is no such variable, or its values cannot be read or are damaged.
         """
-        wanted = self._resolve_block(path, index)
+        wanted = self._resolve_variable_and_index(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
             return self._read_block(*wanted)
 
     def read_into(self, path: str, index: Index, target: NumpyArray) -> None:
-        """Read the values of a variable at an index into `target`, an array of the variable's dtype."""
-        wanted = self._resolve_block(path, index)
+        """Read the block of a variable at `index` into `target`, which has its shape and the variable's dtype."""
+        wanted = self._resolve_variable_and_index(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
             self._read_block_into(*wanted, target)
 
     def verify_block(self, path: str, index: Index | None = None) -> None:
         """Raise if `read` would raise for this block. Damaged values are found only in formats with checksums."""
-        wanted = self._resolve_block(path, index)
+        wanted = self._resolve_variable_and_index(path, index)
         with translate_parser_errors(f"{self.where}: {path}"):
             self._verify_block(*wanted)
 
     @abstractmethod
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray: ...
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray: ...
 
-    def _read_block_into(self, variable: SavedVariable, wanted: Index, target: NumpyArray) -> None:
-        target[...] = self._read_block(variable, wanted)
+    def _read_block_into(self, variable: SavedVariable, index: Index, target: NumpyArray) -> None:
+        target[...] = self._read_block(variable, index)
 
-    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
-        self._read_block(variable, wanted)
+    def _verify_block(self, variable: SavedVariable, index: Index) -> None:
+        self._read_block(variable, index)
 
-    def _resolve_block(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
+    def _resolve_variable_and_index(self, path: str, index: Index | None) -> tuple[SavedVariable, Index]:
         variable = self[path]
         return variable, make_full_index(variable.shape) if index is None else normalize_index(
             index, variable.shape

@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 24  # limit for one array; larger ones must be saved as varia
 
 
 def encode_state(value: Any, where: str) -> Any:
-    """Convert a state to JSON values.
+    """Convert a state, such as that of a data iterator, to JSON values. Arrays and bytes become base64 text.
 
     Args:
         value: Numbers, texts, bytes, `None`, arrays, and lists, tuples and mappings of them.
@@ -65,7 +65,7 @@ def encode_state(value: Any, where: str) -> Any:
 
 
 def decode_state(value: Any) -> Any:
-    """Convert the result of `encode_state` back. Tensors become numpy arrays unless torch is imported."""
+    """Convert JSON values of `encode_state` to the state. Tensors become numpy arrays if torch is not imported."""
     if isinstance(value, list):
         # The state of a Mersenne Twister has 625 numbers, so copy lists of numbers without a call for each.
         parts = cast("list[Any]", value)

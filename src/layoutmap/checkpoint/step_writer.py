@@ -25,11 +25,11 @@ from layoutmap.checkpoint.manifest import (
     Manifest,
     ProcessPart,
     manifest_to_bytes,
-    part_from_bytes,
-    part_to_bytes,
+    process_part_from_bytes,
+    process_part_to_bytes,
 )
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.checkpoint.writer import WriteTask, make_data_file_name, write_part
+from layoutmap.checkpoint.writer import WriteTask, make_data_file_name, write_process_part
 from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends
 from layoutmap.core.errors import CheckpointError, join_names
 
@@ -45,7 +45,7 @@ CopyBuffers = dict[tuple[str, Ends], NumpyArray]
 """The memory for the copy of each shard, by the path of its variable and the ends of its index."""
 
 
-def create_step_if_space(storage: Storage, step: int, token: str, total_bytes: int) -> str:
+def create_step_folder_if_space(storage: Storage, step: int, token: str, total_bytes: int) -> str:
     """Check the free space, create the folder of a step, and return its name. Only one process calls this.
 
     Args:
@@ -74,7 +74,7 @@ class StepWriter:
 
     Args:
         storage: The storage of the checkpoint.
-        folder: The folder that `create_step_if_space` returned.
+        folder: The folder that `create_step_folder_if_space` returned.
         manifest: The manifest, without files and chunks; the same in all processes.
         tasks: The shards that this process writes.
         total_bytes: Size of all variables, of all processes.
@@ -156,7 +156,7 @@ class StepWriter:
             if progress is not None:
                 progress(path)
 
-        part = write_part(
+        part = write_process_part(
             self._storage, self._folder, self._process_index, self._tasks, self._total_bytes, report_progress
         )
         part = dataclasses.replace(part, states=self._states)
@@ -166,13 +166,13 @@ class StepWriter:
             # On object stores, each save has a subfolder, which must be part of the file names in the manifest.
             subfolder = "" if subfolder == self._folder else f"{subfolder}/"
             parts = [found[process_index] for process_index in range(self._num_processes)]
-            manifest = _merge_parts(self._manifest, parts, subfolder)
+            manifest = _add_parts_to_manifest(self._manifest, parts, subfolder)
             self._write_file(NAME, manifest_to_bytes(manifest))
             self._storage.commit_step(manifest.step, self._token)
         else:
             self._is_step_committed()  # raises if process 0 failed
             self._has_sent_part = True
-            self._write_file(_name_part_file(self._process_index), part_to_bytes(part))
+            self._write_file(_get_part_file_name(self._process_index), process_part_to_bytes(part))
             self._wait_until(self._is_step_committed, lambda: [0])
 
     def __enter__(self) -> Self:
@@ -208,15 +208,15 @@ class StepWriter:
 
         def has_read_all_parts() -> bool:
             for process_index in tuple(missing):
-                data = self._try_read_complete_json(self._folder, _name_part_file(process_index))
+                data = self._try_read_complete_json(self._folder, _get_part_file_name(process_index))
                 if data is not None:
-                    found[process_index] = part_from_bytes(data)
+                    found[process_index] = process_part_from_bytes(data)
                     missing.remove(process_index)
             return not missing
 
         self._wait_until(has_read_all_parts, lambda: missing)
         for process_index in found:
-            self._storage.remove_file(self._folder, _name_part_file(process_index))
+            self._storage.remove_file(self._folder, _get_part_file_name(process_index))
         return found
 
     def _is_step_committed(self) -> bool:
@@ -225,7 +225,7 @@ class StepWriter:
         if self._token.encode() in (self._try_read_file(step, NAME, _HEAD_BYTES) or b""):
             return True
         if is_gone:
-            self._raise_failure(0, "read its output")
+            self._raise_process_failure(0, "read its output")
         return False
 
     def _wait_until(self, is_done: Callable[[], bool], list_missing: Callable[[], Sequence[int]]) -> None:
@@ -255,18 +255,18 @@ class StepWriter:
 
     def _raise_failures_of_others(self) -> None:
         for process_index in self._watched:
-            if self._storage.get_file_size(self._folder, _name_failure_file(process_index)) is not None:
+            if self._storage.get_file_size(self._folder, _get_failure_file_name(process_index)) is not None:
                 data, until = None, time.monotonic() + 1
                 # The other process may still be writing the file, so retry.
                 while data is None and time.monotonic() < until:
-                    data = self._try_read_complete_json(self._folder, _name_failure_file(process_index))
+                    data = self._try_read_complete_json(self._folder, _get_failure_file_name(process_index))
                     time.sleep(_SHORTEST_SECONDS)
                 found: tuple[int, str] = (
                     tuple(json.loads(data)) if data else (process_index, "read its output")
                 )
-                self._raise_failure(*found)
+                self._raise_process_failure(*found)
 
-    def _raise_failure(self, process_index: int, text: str) -> NoReturn:
+    def _raise_process_failure(self, process_index: int, text: str) -> NoReturn:
         """Raise an error that names the failed process. Also record it, so that `_report_own_failure` reports it."""
         self._failed = process_index, text
         raise CheckpointError(
@@ -278,7 +278,7 @@ class StepWriter:
 
     def _report_own_failure(self, error: BaseException) -> None:
         """Write an error for the other processes. Process 0 then waits until they have read it."""
-        # After this process has sent its part, process 0 may commit the step, so its files must stay.
+        # After this process has sent its part, process 0 may commit the step, so the files of this process must stay.
         if not self._has_sent_part:
             # delete data files before the error is written, because the disk may be full
             for name in self._get_data_file_sizes(self._process_index):
@@ -286,7 +286,7 @@ class StepWriter:
         text = str(error) if isinstance(error, CheckpointError) else repr(error)
         try:
             self._write_file(
-                _name_failure_file(self._process_index),
+                _get_failure_file_name(self._process_index),
                 json.dumps(self._failed or (self._process_index, text)).encode(),
             )
         except CheckpointError:
@@ -295,7 +295,9 @@ class StepWriter:
         waiting = [n for n in self._watched if self.is_first_process and n not in self._silent]
         while waiting and time.monotonic() < until:
             waiting = [
-                n for n in waiting if self._storage.get_file_size(self._folder, _name_failure_file(n)) is None
+                n
+                for n in waiting
+                if self._storage.get_file_size(self._folder, _get_failure_file_name(n)) is None
             ]
             time.sleep(_SHORTEST_SECONDS)
 
@@ -333,11 +335,11 @@ class StepWriter:
         return data
 
 
-def _name_part_file(process_index: int) -> str:
+def _get_part_file_name(process_index: int) -> str:
     return f"part-{process_index:05d}.json"
 
 
-def _name_failure_file(process_index: int) -> str:
+def _get_failure_file_name(process_index: int) -> str:
     return f"failed-{process_index:05d}.json"
 
 
@@ -358,7 +360,7 @@ def _copy_shards(task: WriteTask, buffers: CopyBuffers) -> WriteTask:
     return dataclasses.replace(task, shards=lambda: iter(shards))
 
 
-def _merge_parts(manifest: Manifest, parts: Sequence[ProcessPart], subfolder: str) -> Manifest:
+def _add_parts_to_manifest(manifest: Manifest, parts: Sequence[ProcessPart], subfolder: str) -> Manifest:
     files: list[DataFile] = []
     chunks: dict[str, list[Chunk]] = {each.path: [] for each in manifest.variables}
     for part in parts:

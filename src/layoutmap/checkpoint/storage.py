@@ -37,7 +37,7 @@ class Sink(Protocol):
 
 
 class FileMaker(Protocol):
-    """Create files in a folder. This is a `Storage`, which stores the files, or a link, which sends them."""
+    """Create files in a folder. A `Storage` stores the files, and a link sends them to another process."""
 
     def create_file(self, folder: str, name: str) -> Sink:
         """Open a new file for writing."""
@@ -139,7 +139,7 @@ class LocalStorage:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise _make_os_error(self.where, "the folder cannot be listed", error) from error
+            raise _convert_os_error(self.where, "the folder cannot be listed", error) from error
         return sorted(number for name in names if (number := parse_step_folder_name(name)) is not None)
 
     def get_folder_name(self, step: int) -> str:
@@ -151,21 +151,21 @@ class LocalStorage:
         self._check_posix_support()
         if os.path.lexists(self._root / self.get_folder_name(step)):
             raise make_step_exists_error(self.where, step)
-        name = _make_hidden_name(step, token)
+        name = _make_hidden_folder_name(step, token)
         try:
             self._create_root_folder()
-            folders.remove_leftovers(self._root, _UNFINISHED)
+            folders.remove_unlocked_folders(self._root, _UNFINISHED)
             self._locks[name] = folders.create_locked_folder(self._root / name)
             return name
         except BaseException as error:
             self.discard_step(step, token)
             if isinstance(error, OSError):
-                raise _make_os_error(self.where, "checkpoints cannot be written there", error) from error
+                raise _convert_os_error(self.where, "checkpoints cannot be written there", error) from error
             raise
 
     def commit_step(self, step: int, token: str) -> None:
         """Flush all files to disk, then rename the hidden folder to that of the step."""
-        name = _make_hidden_name(step, token)
+        name = _make_hidden_folder_name(step, token)
         try:
             sync_folder(self._root / name)
             os.rename(self._root / name, self._root / self.get_folder_name(step))
@@ -173,25 +173,25 @@ class LocalStorage:
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise make_step_exists_error(self.where, step) from error
-            raise _make_os_error(self.where, f"step {step} cannot be completed", error) from error
+            raise _convert_os_error(self.where, f"step {step} cannot be completed", error) from error
         finally:
             self._locks.pop(name, None)
 
     def discard_step(self, step: int, token: str) -> None:
         """Delete the unfinished step, if possible. Ignore errors."""
-        name = _make_hidden_name(step, token)
+        name = _make_hidden_folder_name(step, token)
         remove_folder(self._root / name)
         self._locks.pop(name, None)
 
     def delete_step(self, step: int) -> None:
         """Rename the step to a hidden folder, so that it no longer exists, then delete the folder."""
-        hidden = self._root / _make_hidden_name(step, make_random_token())
+        hidden = self._root / _make_hidden_folder_name(step, make_random_token())
         try:
             with contextlib.suppress(FileNotFoundError):  # another program may have deleted the step
                 os.rename(self._root / self.get_folder_name(step), hidden)
                 sync_folder(self._root)
         except OSError as error:
-            raise _make_os_error(self.where, f"step {step} cannot be deleted", error) from error
+            raise _convert_os_error(self.where, f"step {step} cannot be deleted", error) from error
         remove_folder(hidden)
 
     def create_file(self, folder: str, name: str) -> Sink:
@@ -211,7 +211,7 @@ class LocalStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise _make_os_error(str(path), "the file cannot be read", error) from error
+            raise _convert_os_error(str(path), "the file cannot be read", error) from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read_file_into(self, folder: str, name: str, start: int, buffer: memoryview) -> int:
@@ -219,7 +219,7 @@ class LocalStorage:
         self._check_posix_support()
         path, done = f"{self.where}/{folder}/{name}", 0
         try:
-            # O_NONBLOCK, because opening a named pipe would block otherwise
+            # without O_NONBLOCK, opening a named pipe would wait for a writer
             file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
@@ -227,7 +227,7 @@ class LocalStorage:
             finally:
                 os.close(file)
         except OSError as error:
-            raise _make_os_error(path, "the file cannot be read", error) from error
+            raise _convert_os_error(path, "the file cannot be read", error) from error
         return done
 
     def get_free_bytes(self) -> int | None:
@@ -252,7 +252,7 @@ class LocalStorage:
             sync_folder(path.parent)
 
 
-def _make_hidden_name(step: int, token: str) -> str:
+def _make_hidden_folder_name(step: int, token: str) -> str:
     return f".step-{step}.{token}"
 
 
@@ -267,7 +267,7 @@ class _LocalSink:
         try:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
-            raise _make_os_error(str(self._path), "the file cannot be written", error) from error
+            raise _convert_os_error(str(self._path), "the file cannot be written", error) from error
         return self
 
     def write(self, data: memoryview | bytes, /) -> None:
@@ -276,7 +276,7 @@ class _LocalSink:
             while remaining:
                 remaining = remaining[os.write(self._file, remaining) :]
         except OSError as error:
-            raise _make_os_error(str(self._path), "the file cannot be written", error) from error
+            raise _convert_os_error(str(self._path), "the file cannot be written", error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
@@ -285,7 +285,7 @@ class _LocalSink:
             if kind is None:
                 os.fsync(self._file)
         except OSError as failure:
-            raise _make_os_error(str(self._path), "the file cannot be written", failure) from failure
+            raise _convert_os_error(str(self._path), "the file cannot be written", failure) from failure
         finally:
             os.close(self._file)
 
@@ -299,7 +299,7 @@ def make_step_exists_error(where: str, step: int) -> CheckpointError:
     )
 
 
-def _make_os_error(where: str, what: str, error: OSError) -> CheckpointError:
+def _convert_os_error(where: str, what: str, error: OSError) -> CheckpointError:
     fixes = {
         errno.ENOSPC: "free some space, or save elsewhere; existing steps are unchanged",
         errno.EDQUOT: "free some space, or save elsewhere; existing steps are unchanged",

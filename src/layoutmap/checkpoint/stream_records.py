@@ -17,7 +17,7 @@ import msgspec
 
 from layoutmap.checkpoint.dtypes import SAFETENSORS
 from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, translate_parser_errors
-from layoutmap.checkpoint.source import SavedVariable, check_limits
+from layoutmap.checkpoint.source import SavedVariable, check_variable_limits
 from layoutmap.checkpoint.storage import make_random_token
 from layoutmap.core.errors import CheckpointError
 
@@ -87,7 +87,7 @@ class _AnswerRecord(msgspec.Struct, forbid_unknown_fields=True):
     error: str
 
 
-def parse_begin(payload: bytes, where: str) -> BeginRecord:
+def parse_begin_record(payload: bytes, where: str) -> BeginRecord:
     """Parse and check the first record of a stream."""
     begin = decode_payload(payload, BeginRecord, where)
     if begin.version != VERSION or not begin.unchanged.keys() <= begin.variables.keys():
@@ -99,7 +99,7 @@ def parse_begin(payload: bytes, where: str) -> BeginRecord:
         )
     if unknown := {each.dtype for each in begin.variables.values()} - SAFETENSORS.keys():
         raise make_stream_error(where, f"a variable has the unknown element type {min(unknown)!r:.50}")
-    check_limits(where, begin.list_variables())
+    check_variable_limits(where, begin.list_variables())
     return begin
 
 
@@ -108,7 +108,7 @@ def encode_answer(token: str, error: str) -> bytes:
     return msgspec.json.encode(_AnswerRecord(token, error))
 
 
-def check_answer(payload: bytes, token: str, where: str) -> None:
+def check_receiver_accepted(payload: bytes, token: str, where: str) -> None:
     """Raise if the receiver's answer is a refusal, or belongs to a different stream."""
     answer = decode_payload(payload, _AnswerRecord, where)
     if answer.token not in (token, ""):

@@ -19,8 +19,8 @@ from typing import Any, Self
 import numpy as np
 
 from layoutmap.checkpoint.chunk_table import Chunk
-from layoutmap.checkpoint.chunks import choose_chunk_bytes, choose_chunk_shape, split_shard_into_chunks
-from layoutmap.checkpoint.dtypes import get_numpy_dtype, get_safetensors_dtype
+from layoutmap.checkpoint.chunks import choose_chunk_shape, choose_max_chunk_bytes, split_shard_into_chunks
+from layoutmap.checkpoint.dtypes import get_numpy_dtype, get_safetensors_dtype_and_count
 from layoutmap.checkpoint.manifest import DataFile, ProcessPart, compute_xxh3
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.storage import Sink, Storage
@@ -66,7 +66,7 @@ def count_task_bytes(tasks: Sequence[WriteTask]) -> int:
 
 
 # The operating system lets only one thread at a time write to a file, so write several files (decisions/0225).
-def write_part(
+def write_process_part(
     storage: Storage,
     folder: str,
     process_index: int,
@@ -96,7 +96,7 @@ def write_part(
             for name, header in zip(names, headers, strict=True)
         ]
         for task in tasks:
-            shards = zip(_iterate_shards_in_order(task), planned[task.variable.path], strict=True)
+            shards = zip(_iterate_shards_to_write(task), planned[task.variable.path], strict=True)
             for (index, values), chunks in shards:
                 for chunk in chunks:
                     writers[chunk.file].queue_chunk(chunk, values[make_relative_index(chunk.index, index)])
@@ -156,14 +156,14 @@ class _FileWriter:
         self._run_on_thread(self._close_file)
 
     def _run_on_thread(self, function: Callable[..., object], *args: object) -> None:
-        self._wait_for_pending(1)
+        self._wait_for_pending_writes(1)
         try:
             self._pending.append(self._pool.submit(function, *args))
         except RuntimeError:  # at interpreter shutdown, threads cannot start, so write on this thread
-            self._wait_for_pending(0)
+            self._wait_for_pending_writes(0)
             function(*args)
 
-    def _wait_for_pending(self, num_pending: int) -> None:
+    def _wait_for_pending_writes(self, num_pending: int) -> None:
         while len(self._pending) > num_pending:
             self._pending.popleft().result()
 
@@ -195,7 +195,7 @@ class _FileWriter:
     ) -> None:
         try:
             if kind is None:
-                self._wait_for_pending(0)
+                self._wait_for_pending_writes(0)
         finally:
             # Wait for running writes, so that no thread writes to a closed file.
             self._pool.shutdown(cancel_futures=True)
@@ -223,7 +223,7 @@ def make_chunk_name(path: str, index: Index, shape: Sequence[int]) -> str:
 def _assign_chunks_to_files(
     tasks: Sequence[WriteTask], total_bytes: int, num_files: int
 ) -> tuple[dict[str, list[list[Chunk]]], list[bytes], list[int]]:
-    """Assign chunks of shards to files. Return the chunks of each shard by path, each file's header, and its data size.
+    """Return a dict from path to the chunks of each shard, the header of each file, and its values' byte count.
 
     Chunks have no checksum yet, and their offsets count from the end of the header. Each chunk goes into the file with
     the fewest bytes so far, so that all files grow at the same time.
@@ -234,8 +234,8 @@ def _assign_chunks_to_files(
     for task in tasks:
         variable, shards = task.variable, planned_chunks.setdefault(task.variable.path, [])
         itemsize = get_numpy_dtype(variable.dtype, variable.path).itemsize
-        dtype, count = get_safetensors_dtype(variable.dtype, itemsize)
-        max_chunk_bytes = choose_chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
+        dtype, count = get_safetensors_dtype_and_count(variable.dtype, itemsize)
+        max_chunk_bytes = choose_max_chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
         for shard in task.indices:
             shape = choose_chunk_shape(compute_block_shape(shard), itemsize, max_chunk_bytes, variable.shape)
             shards.append([])
@@ -268,7 +268,7 @@ def encode_safetensors_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def _iterate_shards_in_order(task: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
+def _iterate_shards_to_write(task: WriteTask) -> Iterator[tuple[Index, NumpyArray]]:
     """Yield the index and values of each shard that a task writes, in the order of `task.indices`."""
     dtype = get_numpy_dtype(task.variable.dtype)
     shards, early = task.shards(), dict[Ends, NumpyArray]()

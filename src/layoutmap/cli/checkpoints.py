@@ -37,9 +37,9 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         required=True, metavar="describe | history | verify | relayout | export | convert"
     )
 
-    def add_command(name: str, text: str, *, has_step: bool = True) -> argparse.ArgumentParser:
+    def add_subcommand(name: str, summary: str, *, has_step: bool = True) -> argparse.ArgumentParser:
         made = commands.add_parser(
-            name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
+            name, help=summary, description=summary, epilog=_EXAMPLES, formatter_class=parser.formatter_class
         )
         made.set_defaults(checkpoint_command=name)
         made.add_argument(
@@ -49,7 +49,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
             made.add_argument("--step", metavar="N", type=int, help="the step; default: the last one")
         return made
 
-    shown = add_command(
+    shown = add_subcommand(
         "describe", "Print what is in a checkpoint: its facts and its variables, the largest first."
     )
     shown.add_argument(
@@ -58,15 +58,15 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     add_wide_option(shown)
     shown.add_argument("--json", metavar="FILE", help='also write it for programs; "-": to stdout')
     shown.add_argument("--html", metavar="FILE", help='also write it as a page for a browser; "-": to stdout')
-    add_command("history", "Print which step came from which, as a tree.", has_step=False)
-    verify = add_command("verify", "Read all, and name each file and chunk that is not as it was written.")
+    add_subcommand("history", "Print which step came from which, as a tree.", has_step=False)
+    verify = add_subcommand("verify", "Read all, and name each file and chunk that is not as it was written.")
     verify.add_argument(
         "--html",
         metavar="FILE",
         help='also write a page with what is in it and what is damaged; "-": to stdout',
     )
     verify.add_argument("--all", action="store_true", help="verify every step")
-    moved = add_command(
+    moved = add_subcommand(
         "relayout",
         "Write a step once more, in the layouts of other rules: devices of their mesh then read whole chunks.",
     )
@@ -77,7 +77,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     moved.add_argument(
         "--mesh", metavar="DIMS", help='the mesh, as in "batch=2,model=4"; default: that of the rules file'
     )
-    out = add_command(
+    out = add_subcommand(
         "export", "Write the weights in a format of other libraries, by default as Hugging Face's read them."
     )
     out.add_argument("new", metavar="NEW", help="the folder to write; if it is there, it is empty")
@@ -95,7 +95,7 @@ def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
         default=5 << 30,
         help='how large a file becomes, as in "2GB"; default: 5GiB',
     )
-    converted = add_command(
+    converted = add_subcommand(
         "convert",
         "Write the tensors of a file of torch.save as a checkpoint. Nothing of the file is run.",
         has_step=False,
@@ -113,4 +113,4 @@ def run_checkpoint_command(options: Any) -> int:
     from layoutmap.cli import checkpoint_commands
 
     with interrupts.allow_interrupts():
-        return getattr(checkpoint_commands, f"run_{options.checkpoint_command}")(options)
+        return getattr(checkpoint_commands, f"run_{options.checkpoint_command}_command")(options)

@@ -25,7 +25,7 @@ def print_devices(options: Any) -> int:
     texts: list[str] = []
     for engine in [options.engine] if options.engine else ENGINES:
         try:
-            texts.append(_describe_devices(engine, launcher))
+            texts.append(_format_device_list(engine, launcher))
         except Exception as error:  # device drivers raise errors of any type
             missing = isinstance(error, LayoutMapError | ImportError)
             if options.engine:
@@ -40,7 +40,9 @@ def print_devices(options: Any) -> int:
                 print_text(f"layoutmap: {engine} has no devices: {error}", sys.stderr)
     if not texts:
         raise LayoutMapError(
-            "no engine has devices", fix='pip install "layoutmap[jax]", [tensorflow] or [torch]'
+            "no engine lists devices",
+            why="no framework is installed",
+            fix='pip install "layoutmap[jax]", [tensorflow] or [torch]',
         )
     print_text(
         "\n".join([str(launcher or "process 0 of 1: neither SLURM nor torchrun started it"), *texts]),
@@ -49,7 +51,7 @@ def print_devices(options: Any) -> int:
     return SUCCESS
 
 
-def _describe_devices(engine: str, launcher: Launcher | None) -> str:
+def _format_device_list(engine: str, launcher: Launcher | None) -> str:
     names = list_device_names(engine=engine)
     local_ids = get_engine(engine).bind_mesh(Mesh(names, {"all": len(names)})).local_device_ids
     alone = len(local_ids) == len(names)

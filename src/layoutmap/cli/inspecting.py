@@ -7,13 +7,13 @@ import os
 import sys
 from typing import Any
 
-from layoutmap.cli.output import PROBLEMS, SUCCESS, add_wide_option, get_width, print_text
+from layoutmap.cli.output import PROBLEMS, SUCCESS, add_wide_option, get_line_width, print_text
 from layoutmap.cli.plans import read_plan_file
 from layoutmap.cli.users_code import guard_users_code, import_function, parse_function_name
 from layoutmap.core.errors import LayoutMapError, format_count, join_names
 from layoutmap.core.specs import parse_batch_dim
 from layoutmap.engines.launchers import detect_launcher
-from layoutmap.plan.completeness import find_unbuilt_problem
+from layoutmap.plan.completeness import find_unbuilt_layers_problem
 from layoutmap.plan.problems import merge_problems
 from layoutmap.scope.plan import Plan
 
@@ -45,7 +45,7 @@ def get_process_index() -> int:
 
 
 def inspect_model(options: Any) -> Plan:
-    """Return the plan of the model that a function creates. Several processes compare their values."""
+    """Return the plan of the model that a user's function creates. In a job, processes also compare their values."""
     # imported here, so that other commands need not load numpy
     from layoutmap.inspecting.inspect import inspect
 
@@ -54,11 +54,11 @@ def inspect_model(options: Any) -> Plan:
         os.environ["KERAS_BACKEND"] = options.backend
     if not get_process_index():
         print_text(f"layoutmap: making {name}", sys.stderr)
-    with guard_users_code(name, choose_backend="add --backend {}"):
+    with guard_users_code(name, backend_fix="add --backend {}"):
         model = import_function(*parse_function_name(name))()
         across = options.across or (launcher is not None and launcher.num_processes > 1)
         plan = inspect(model, batch_dim=options.batch_dim, across=across)
-    if (missing := find_unbuilt_problem(plan)) is not None:
+    if (missing := find_unbuilt_layers_problem(plan)) is not None:
         raise LayoutMapError(
             f"{name}: {missing.what}",
             why="a model creates its weights in its first call, and has none before that",
@@ -67,7 +67,7 @@ def inspect_model(options: Any) -> Plan:
     return plan
 
 
-def print_process_difference(plan: Plan) -> int:
+def print_difference_from_first_process(plan: Plan) -> int:
     """Print one line if variables differ between this process and process 0, and return the exit code."""
     own_label = f"process {get_process_index()}"
     facts = [(p.subject, dict(p.facts)) for p in plan.problems if p.kind == "differs"]
@@ -88,7 +88,7 @@ def run_guard_command(options: Any) -> int:
     difference = golden_plan.diff(plan)
     if get_process_index():
         return PROBLEMS if difference or plan.errors else SUCCESS
-    width = get_width(sys.stdout, options.wide)
+    width = get_line_width(sys.stdout, options.wide)
     print_text(difference.to_text(width), sys.stdout, width)
     for problem in merge_problems(plan.errors):
         print_text(f"\nerror: {problem}", sys.stdout, width)

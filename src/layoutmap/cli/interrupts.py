@@ -56,8 +56,8 @@ def allow_interrupts() -> Generator[None]:
             handler.num_interruptible -= 1
 
 
-def finish_command(code: int) -> int:
-    """Ignore interrupts from now on, and return the exit code. After an interrupt, end the process instead."""
+def finish_command_without_interrupts(code: int) -> int:
+    """Ignore Ctrl-C from now on, and return the exit code. If it is that of an interrupt, end the process at once."""
     if isinstance(signal.getsignal(signal.SIGINT), _InterruptHandler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if code == _INTERRUPTED:

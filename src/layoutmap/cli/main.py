@@ -28,7 +28,7 @@ from layoutmap.cli.inspecting import (
     add_inspect_options,
     get_process_index,
     inspect_model,
-    print_process_difference,
+    print_difference_from_first_process,
     run_guard_command,
 )
 from layoutmap.cli.models import find_published_model, format_presets
@@ -40,29 +40,29 @@ from layoutmap.cli.output import (
     SUCCESS,
     add_wide_option,
     discard_unwritten_output,
-    get_file_paths,
-    get_width,
+    get_line_width,
+    get_output_paths,
     print_text,
-    write_texts,
+    write_files,
 )
 from layoutmap.cli.plans import (
     add_model_options,
-    check_and_count_rules,
+    check_and_count_file_rules,
     format_lint_command,
     load_or_make_plans,
-    read_step_file,
+    read_step_explanation_file,
 )
 from layoutmap.cli.search import add_search_options, run_search_command
 from layoutmap.cli.selftest import add_selftest_options, run_selftest_command
 from layoutmap.cli.sizes import parse_size
 from layoutmap.cli.suggest import add_suggest_options, run_suggest_command
-from layoutmap.cli.syntax import translate_to_yaml
+from layoutmap.cli.syntax import translate_rules_to_yaml
 from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError, format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.engines import ENGINES
 from layoutmap.plan.problems import merge_problems
-from layoutmap.rules.yaml_file import read_schema
+from layoutmap.rules.yaml_file import read_rules_file_schema
 from layoutmap.scope.plan import Plan
 
 _EXAMPLES = r"""examples:
@@ -98,10 +98,10 @@ exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command with its arguments (`None`: those of the process), and return the exit code."""
-    return interrupts.finish_command(_run_and_report_errors(arguments))
+    return interrupts.finish_command_without_interrupts(_run_command_and_print_error(arguments))
 
 
-def _run_and_report_errors(arguments: Sequence[str] | None) -> int:
+def _run_command_and_print_error(arguments: Sequence[str] | None) -> int:
     """Run one command, print its error if it fails, and return the exit code."""
     try:
         try:
@@ -132,7 +132,7 @@ def _run_and_report_errors(arguments: Sequence[str] | None) -> int:
 def _report_failure(message: object, code: int = FAILED, *, traceback_text: str = "") -> int:
     """Print an error to stderr, after a traceback if there is one, and return the exit code."""
     with contextlib.suppress(OSError):  # stderr may already be closed
-        message_text = translate_to_yaml(f"layoutmap: {message}")
+        message_text = translate_rules_to_yaml(f"layoutmap: {message}")
         print_text(f"{traceback_text}\n\n{message_text}" if traceback_text else message_text, sys.stderr)
     return code
 
@@ -162,24 +162,26 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add_command(name: str, run: Callable[[Any], int], text: str, *plans: str) -> argparse.ArgumentParser:
+    def add_subcommand(
+        name: str, run: Callable[[Any], int], summary: str, *plan_arguments: str
+    ) -> argparse.ArgumentParser:
         made = commands.add_parser(
-            name, help=text, description=text, epilog=_EXAMPLES, formatter_class=parser.formatter_class
+            name, help=summary, description=summary, epilog=_EXAMPLES, formatter_class=parser.formatter_class
         )
         made.set_defaults(run=run)
-        for each in plans:
+        for each in plan_arguments:
             made.add_argument(
                 each, metavar="FILE|MODULE:FUNCTION", help="the JSON file of a plan, or a model"
             )
         return made
 
-    suggest = add_command(
+    suggest = add_subcommand(
         "suggest",
         run_suggest_command,
         "Write a first rules file for a model, with the reason for each rule as a comment.",
     )
     add_suggest_options(suggest)
-    plan = add_command(
+    plan = add_subcommand(
         "plan",
         _run_plan_command,
         "Print the plan of a model: every variable with its layout and bytes, and all problems.",
@@ -187,12 +189,12 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     _add_plan_options(plan)
     add_model_options(plan)
-    found = add_command(
+    found = add_subcommand(
         "inspect",
         _run_inspect_command,
         "Print the plan of a model that a function makes and lays out, in whatever way: read off its arrays.",
     )
-    guard = add_command(
+    guard = add_subcommand(
         "guard",
         run_guard_command,
         "Compare a model that a function makes with the plan that was kept of it; the exit code is 1 if it differs.",
@@ -204,7 +206,7 @@ def _make_parser() -> argparse.ArgumentParser:
         each.add_argument("model", metavar="MODULE:FUNCTION", help="what makes the model and returns it")
         add_inspect_options(each)
     _add_plan_options(found)
-    explain = add_command(
+    explain = add_subcommand(
         "explain",
         _run_explain_command,
         "Explain why a variable has its layout, and what to type to change it.",
@@ -212,56 +214,56 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("path", metavar="PATH", help="the variable's path, as the plan shows it")
     add_model_options(explain)
-    lint = add_command(
+    lint = add_subcommand(
         "lint",
         _run_lint_command,
         "Report layouts that are valid but probably not intended, with the evidence.",
         "model",
     )
     add_model_options(lint)
-    diff = add_command(
+    diff = add_subcommand(
         "diff",
         _run_diff_command,
         "Show what changes from one plan to another; the exit code is 1 if anything does.",
         *("before", "after"),
     )
     add_model_options(diff)
-    search = add_command(
+    search = add_subcommand(
         "search",
         run_search_command,
         "Find the layout map with the fastest training step on a machine, and compare it with built-in maps.",
     )
     add_search_options(search)
-    checkpoint = add_command(
+    checkpoint = add_subcommand(
         "checkpoint",
         run_checkpoint_command,
         "Show, verify, relayout, and export checkpoints without loading a framework.",
     )
     add_checkpoint_commands(checkpoint)
-    there = add_command(
+    there = add_subcommand(
         "devices", print_devices, "List the devices of this process, and its number in a job of several."
     )
     there.add_argument("--engine", choices=tuple(ENGINES), help="the engine; default: all that are installed")
-    selftest = add_command(
+    selftest = add_subcommand(
         "selftest",
         run_selftest_command,
         "Check on these devices that sharded models compute the same numbers as one device, and measure speeds.",
     )
     add_selftest_options(selftest)
-    listed = add_command(
+    listed = add_subcommand(
         "presets",
         _print_presets,
         "List the presets of rules, and the published models that can be planned by name.",
     )
     add_wide_option(listed)
-    rules = add_command(
+    rules = add_subcommand(
         "schema",
         _run_schema_command,
         "Print the JSON Schema of rules files, for editors, or check such files.",
     )
     rules.add_argument("files", metavar="FILE", nargs="*", help="a rules file to check; no model is needed")
-    completion = add_command(
-        "completion", _print_completion, "Print the script with which a shell completes this command."
+    completion = add_subcommand(
+        "completion", _print_completion_script, "Print the script with which a shell completes this command."
     )
     completion.epilog = INSTALL_HELP
     completion.add_argument("shell", choices=SHELLS)
@@ -295,41 +297,41 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_plan_command(options: Any) -> int:
-    files = get_file_paths({"--json": options.json, "--html": options.html})
+    files = get_output_paths({"--json": options.json, "--html": options.html})
     excluded_option = "" if find_published_model(options.model) else "--dtype"
     plan = load_or_make_plans([options.model], options)[0]
     return _print_plan(plan, files, options, format_lint_command(options.model, options), excluded_option)
 
 
 def _run_inspect_command(options: Any) -> int:
-    files = get_file_paths({"--json": options.json, "--html": options.html})
+    files = get_output_paths({"--json": options.json, "--html": options.html})
     plan = inspect_model(options)
     return (
-        print_process_difference(plan)
+        print_difference_from_first_process(plan)
         if get_process_index()
-        else _print_plan(plan, files, options, _format_lint_of_file(options))
+        else _print_plan(plan, files, options, _format_lint_command_for_file(options))
     )
 
 
 def _print_plan(
-    plan: Plan, files: Mapping[str, str], options: Any, lint: str, excluded_option: str = ""
+    plan: Plan, files: Mapping[str, str], options: Any, lint_command: str, excluded_option: str = ""
 ) -> int:
     """Print a plan with its verdict, write its files, and return the exit code.
 
-    `lint` is the command that shows the findings of lint, and `excluded_option` an option that advice must not name.
+    `lint_command` shows the findings of lint, and advice must not name `excluded_option`.
     """
     plan = plan.set_limits(device_memory=options.device_memory, strict=options.strict or plan.strict)
     memory, findings = plan.memory, plan.lint(options.batch_dim)
     verdict = replace(plan.verdict, num_findings=len(merge_problems(findings.problems)))
-    explained = None if options.step is None else read_step_file(options.step)
+    explained = None if options.step is None else read_step_explanation_file(options.step)
     texts = {"--json": plan.to_json, "--html": lambda: plan.to_html(options.batch_dim, explained=explained)}
-    out = write_texts({path: texts[option]() for option, path in files.items()})
-    width = get_width(out, options.wide)
+    out = write_files({path: texts[option]() for option, path in files.items()})
+    width = get_line_width(out, options.wide)
     rest = f"{plan.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(plan.verdict))
-    first = verdict.format_text(as_command=True, refused=excluded_option)
-    print_text(first + translate_to_yaml(rest), out, width)
+    first = verdict.format_text(as_command=True, excluded=excluded_option)
+    print_text(first + translate_rules_to_yaml(rest), out, width)
     if findings:
-        print_text(f"\nLint: {findings.summary}; to see them: {lint}", out, width)
+        print_text(f"\nLint: {findings.summary}; to see them: {lint_command}", out, width)
     if plan.cost is not None:
         print_text(f"\n{plan.cost.to_text(width)}", out, width)
     # Print the verdict again at the end, because the first line may have scrolled out of view.
@@ -337,8 +339,8 @@ def _print_plan(
     return SUCCESS if verdict.passes else PROBLEMS
 
 
-def _format_lint_of_file(options: Any) -> str:
-    """Return the command that lints an inspected plan. Its file must exist, so without one name the option, too."""
+def _format_lint_command_for_file(options: Any) -> str:
+    """Return the command that lints the file of `--json`. Without that option, the text also says to add it."""
     command = format_lint_command(
         options.json or "plan.json", argparse.Namespace(batch_dim=options.batch_dim)
     )
@@ -349,7 +351,9 @@ def _run_explain_command(options: Any) -> int:
     plan = load_or_make_plans([options.model], options)[0]
     try:
         print_text(
-            translate_to_yaml(plan.explain(options.path)), sys.stdout, get_width(sys.stdout, options.wide)
+            translate_rules_to_yaml(plan.explain(options.path)),
+            sys.stdout,
+            get_line_width(sys.stdout, options.wide),
         )
     except KeyError as error:
         raise LayoutMapError(
@@ -362,35 +366,35 @@ def _run_explain_command(options: Any) -> int:
 
 def _run_lint_command(options: Any) -> int:
     findings = load_or_make_plans([options.model], options)[0].lint(options.batch_dim)
-    print_text(translate_to_yaml(str(findings)), sys.stdout, get_width(sys.stdout, options.wide))
+    print_text(translate_rules_to_yaml(str(findings)), sys.stdout, get_line_width(sys.stdout, options.wide))
     return PROBLEMS if findings or findings.num_errors else SUCCESS
 
 
 def _run_diff_command(options: Any) -> int:
     before, after = load_or_make_plans([options.before, options.after], options)
     difference = before.diff(after)
-    width = get_width(sys.stdout, options.wide)
+    width = get_line_width(sys.stdout, options.wide)
     print_text(difference.to_text(width), sys.stdout, width)
     return PROBLEMS if difference else SUCCESS
 
 
 def _print_presets(options: Any) -> int:
-    print_text(format_presets(), sys.stdout, get_width(sys.stdout, options.wide))
+    print_text(format_presets(), sys.stdout, get_line_width(sys.stdout, options.wide))
     return SUCCESS
 
 
-def _print_completion(options: Any) -> int:
+def _print_completion_script(options: Any) -> int:
     print_text(make_completion_script(_make_parser(), options.shell), sys.stdout)
     return SUCCESS
 
 
 def _run_schema_command(options: Any) -> int:
     if not options.files:
-        print_text(read_schema().rstrip("\n"), sys.stdout)
+        print_text(read_rules_file_schema().rstrip("\n"), sys.stdout)
     code = SUCCESS
     for name in options.files:
         try:
-            print_text(f"{name}: {format_count(check_and_count_rules(name), 'rule')}", sys.stdout)
+            print_text(f"{name}: {format_count(check_and_count_file_rules(name), 'rule')}", sys.stdout)
         except LayoutMapError as error:
             code = _report_failure(error)
     return code

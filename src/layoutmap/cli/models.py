@@ -61,8 +61,8 @@ def find_published_model(name: str) -> PublishedModel | None:
     return model if model is not None and name == _format_model_name(model) else None
 
 
-def check_published_name(module: str, name: str) -> None:
-    """Raise, with the known names, if a package of published models has no model of this name."""
+def check_published_model_exists(module: str, name: str) -> None:
+    """Raise if `module` is a package of published models that lacks this name. The error lists the known names."""
     if any(model.package == module for model in zoo.list_models().values()):
         zoo.find_model(name)
 
@@ -82,8 +82,8 @@ def make_published_model_function(model: PublishedModel, dtype: str | None) -> C
     return lambda: model.make(dtype=dtype)
 
 
-def make_preset_map(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
-    """Return the map of the requested preset, else (without rules) of a published model's preset, else `None`."""
+def make_preset_layout_map(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
+    """Return the map of `--preset`, or without `--rules` that of a published model's preset, or `None` for neither."""
     name = options.preset or (model.preset if model is not None and not options.rules else None)
     for option, value, condition, is_met in (
         ("--preset", options.preset, "without --rules", not options.rules),

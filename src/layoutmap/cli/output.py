@@ -24,7 +24,7 @@ _MIN_WIDTH = 60  # tables are never narrower; the lines wrap in a narrower termi
 
 
 def add_wide_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--wide`, with which lines are not shortened to the terminal's width."""
+    """Add the option `--wide`, which prints full lines, also if the terminal is narrower."""
     parser.add_argument(
         "--wide",
         action="store_true",
@@ -32,8 +32,8 @@ def add_wide_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def get_width(stream: TextIO | None, wide: bool) -> int | None:
-    """Return the terminal's width in characters, or `None` if `wide` is true or the stream is no terminal."""
+def get_line_width(stream: TextIO | None, wide: bool) -> int | None:
+    """Return the terminal's width in characters, or `None` if `wide` is true or the stream is not a terminal."""
     if wide or stream is None or stream.closed or not stream.isatty():
         return None
     return max(_MIN_WIDTH, shutil.get_terminal_size().columns)
@@ -78,8 +78,8 @@ def check_output_path(option: str, path: str) -> None:
     )
 
 
-def get_file_paths(options: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the paths that are not `None`, by option. Raise if a file cannot be written or two paths are equal."""
+def get_output_paths(options: Mapping[str, str | None]) -> dict[str, str]:
+    """Return a dict from option to path, without `None`. Raise if a path cannot be written or two are equal."""
     files = {option: path for option, path in options.items() if path is not None}
     for option, path in files.items():
         check_output_path(option, path)
@@ -92,8 +92,8 @@ def get_file_paths(options: Mapping[str, str | None]) -> dict[str, str]:
     return files
 
 
-def write_texts(texts: Mapping[str, str]) -> TextIO | None:
-    """Write texts to files, and return the stream for other output: stdout, or stderr if a text went to stdout."""
+def write_files(texts: Mapping[str, str]) -> TextIO | None:
+    """Write each text to its path. Return the stream for other output: stderr if a text is on stdout, else stdout."""
     out = sys.stdout
     for path, text in texts.items():
         write_text_file(path, text)

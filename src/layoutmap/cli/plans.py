@@ -18,13 +18,13 @@ from layoutmap.adapters import (
     ADAPTERS,
     TrainingAdapter,
     find_model_adapter,
-    get_imported_adapter,
+    get_adapter_of_imported_library,
     require_capability,
 )
 from layoutmap.cli.models import (
     add_preset_options,
     find_published_model,
-    make_preset_map,
+    make_preset_layout_map,
     make_published_model_function,
 )
 from layoutmap.cli.output import add_wide_option, print_text
@@ -32,8 +32,8 @@ from layoutmap.cli.users_code import guard_users_code, import_function, parse_fu
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 from layoutmap.core.specs import list_batch_dims, parse_batch_dim
-from layoutmap.plan.completeness import find_unbuilt_problem
-from layoutmap.rules.yaml_file import read_rules_file
+from layoutmap.plan.completeness import find_unbuilt_layers_problem
+from layoutmap.rules.yaml_file import parse_rules_file
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan as make_plan
@@ -152,16 +152,18 @@ def load_or_make_plans(names: Sequence[str], options: Any) -> list[Plan]:
         )
     # Planning can take minutes, so read all files first to find a misspelled name early.
     plans = {
-        name: require_complete(read_plan_file(name), name, options) for name in names if _is_plan_file(name)
+        name: require_complete_plan(read_plan_file(name), name, options)
+        for name in names
+        if _is_plan_file(name)
     }
     return [
-        plans[name] if name in plans else require_complete(plan_model(name, options), name, options)
+        plans[name] if name in plans else require_complete_plan(plan_model(name, options), name, options)
         for name in names
     ]
 
 
 def format_lint_command(name: str, options: Any) -> str:
-    """Return the command that lints a model or the file of a plan with the options with which it was planned."""
+    """Return the command that lints a model, or the file of a plan, with the same options as this command."""
     words = ["layoutmap", "lint", name]
     for option in (*_MODEL_OPTIONS, "batch_dim", "partial"):
         value, flag = getattr(options, option, None), f"--{option.replace('_', '-')}"
@@ -174,9 +176,9 @@ def format_lint_command(name: str, options: Any) -> str:
     return shlex.join(words)
 
 
-def require_complete(plan: Plan, name: str, options: Any) -> Plan:
+def require_complete_plan(plan: Plan, name: str, options: Any) -> Plan:
     """Return the plan unchanged. Raise if it lacks weights of its model, unless `--partial` is given."""
-    missing = find_unbuilt_problem(plan)
+    missing = find_unbuilt_layers_problem(plan)
     if missing is None or options.partial:
         return plan
     if _is_plan_file(name):
@@ -229,18 +231,18 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     parse_function_name(name)  # raises for an invalid name, before any file is read
     note = ""
     if layout_map is None:
-        layout_map = make_preset_map(options, mesh, model)
+        layout_map = make_preset_layout_map(options, mesh, model)
         note = f" by preset {model.preset!r}" if model and not (options.rules or options.preset) else ""
     if layout_map is None:
         layout_map = load_layout_map_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
     print_text(f"layoutmap: planning {name}{note}", sys.stderr)
-    with guard_users_code(name, choose_backend="add --backend {}"):
+    with guard_users_code(name, backend_fix="add --backend {}"):
         make_model, library = load_model_function(name, options)
         # torch creates slots in the first step, so its plans have no slots, and only the cost needs the optimizer.
         is_torch = (library or find_imported_library()) == "torch"
         optimizer = options.optimizer if is_torch and options.on else None
         if options.optimizer and not optimizer:
-            make_model = _add_optimizer(make_model, options.optimizer)
+            make_model = _add_optimizer_to_model_function(make_model, options.optimizer)
         return make_plan(
             make_model,
             layout_map,
@@ -264,7 +266,7 @@ def load_layout_map_file(path: str, mesh: Mesh | None) -> LayoutMap:
         return LayoutMap.from_yaml(text, mesh)
 
 
-def read_step_file(name: str) -> Any:
+def read_step_explanation_file(name: str) -> Any:
     """Return the explanation of a compiled step from a JSON file."""
     try:
         found: Any = json.loads(_read_text_file(name))
@@ -277,11 +279,11 @@ def read_step_file(name: str) -> Any:
     return found
 
 
-def check_and_count_rules(name: str) -> int:
+def check_and_count_file_rules(name: str) -> int:
     """Check a rules file, and return the number of rules. In a file without a mesh, rules may name any dims."""
     text = _read_text_file(name)
     with _add_file_to_errors(name):
-        fields = read_rules_file(text)
+        fields = parse_rules_file(text)
         named = [spec for specs in (*fields.rules.values(), *fields.activations.values()) for spec in specs]
         dims = {dim for spec in named if spec for dim in ([spec] if isinstance(spec, str) else spec)} - {
             UNSHARDED
@@ -290,10 +292,10 @@ def check_and_count_rules(name: str) -> int:
         return len(LayoutMap.from_yaml(text, mesh).rules)
 
 
-def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
+def _add_optimizer_to_model_function(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
     """Return a function that creates a Keras model with an optimizer, so that the plan includes the slots."""
 
-    def make_with_optimizer() -> Any:
+    def make_model_with_optimizer() -> Any:
         model = make_model()
         adapter = find_model_adapter(model)
         if adapter is None or adapter.name != "keras":
@@ -309,13 +311,13 @@ def _add_optimizer(make_model: Callable[[], Any], optimizer: str) -> Callable[[]
                 f"--optimizer {optimizer} cannot be used", why=error.why, fix="use adamw, sgd, ..."
             ) from error
 
-    return make_with_optimizer
+    return make_model_with_optimizer
 
 
 def find_imported_library() -> str:
     """Return the name of the model library that is imported, the first of them if there are several."""
     try:
-        return get_imported_adapter().name
+        return get_adapter_of_imported_library().name
     except ScopeError as error:
         raise ScopeError(error.what, why=error.why, fix=f"pass --library {' or '.join(ADAPTERS)}") from error
 

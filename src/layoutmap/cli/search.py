@@ -10,7 +10,14 @@ from typing import Any
 from layoutmap.adapters import ADAPTERS
 from layoutmap.cli import interrupts
 from layoutmap.cli.models import find_published_model
-from layoutmap.cli.output import SUCCESS, add_wide_option, get_file_paths, get_width, print_text, write_texts
+from layoutmap.cli.output import (
+    SUCCESS,
+    add_wide_option,
+    get_line_width,
+    get_output_paths,
+    print_text,
+    write_files,
+)
 from layoutmap.cli.plans import (
     add_attention_option,
     add_partial_option,
@@ -18,7 +25,7 @@ from layoutmap.cli.plans import (
     load_layout_map_file,
     load_model_function,
     parse_inputs,
-    require_complete,
+    require_complete_plan,
 )
 from layoutmap.cli.sizes import parse_size
 from layoutmap.cli.users_code import guard_users_code, parse_function_name
@@ -110,7 +117,7 @@ def run_search_command(options: Any) -> int:
     # imported here, so that other commands need not load JAX
     from layoutmap.cost.layout_map_search import search
 
-    files = get_file_paths({"--write": options.write, "--json": options.json, "--html": options.html})
+    files = get_output_paths({"--write": options.write, "--json": options.json, "--html": options.html})
     inputs = parse_inputs(options.inputs)
     mesh = Mesh(None, options.mesh) if options.mesh else None
     start = load_layout_map_file(options.start, mesh) if options.start else None
@@ -144,14 +151,14 @@ def run_search_command(options: Any) -> int:
             fuse_attention=options.fuse_attention,
             library=library,
         )
-    require_complete(found.plan, options.model, options)
+    require_complete_plan(found.plan, options.model, options)
     made = {
         "--write": found.to_yaml,
         "--json": found.plan.to_json,
         "--html": lambda: found.plan.to_html(found.batch_dim),
     }
-    out = write_texts({path: made[option]() for option, path in files.items()})
-    width, rules = get_width(out, options.wide), found.to_yaml()
+    out = write_files({path: made[option]() for option, path in files.items()})
+    width, rules = get_line_width(out, options.wide), found.to_yaml()
     print_text(rules, out)  # print full lines, so that users can copy the rules
     print_text(found.to_text(width).removeprefix(f"{rules}\n"), out, width)
     if not found.is_complete:

@@ -35,7 +35,7 @@ def add_selftest_options(parser: argparse.ArgumentParser) -> None:
 def run_selftest_command(options: Any) -> int:
     """Check laws until the time is over, print and write the results, and return the exit code."""
     targets = {"--report": options.report, "--json": options.json, "--write-machine": options.write_machine}
-    files = output.get_file_paths(targets)
+    files = output.get_output_paths(targets)
     if find_spec("hypothesis") is None:
         raise LayoutMapError("the self-test needs hypothesis", fix='pip install "layoutmap[selftest]"')
     with interrupts.allow_interrupts():
@@ -44,11 +44,11 @@ def run_selftest_command(options: Any) -> int:
     if report is None:  # this is not process 0, which prints the report
         return output.SUCCESS
     texts = {"--report": report.to_html, "--json": report.to_json}
-    out = output.write_texts({path: texts[option]() for option, path in files.items() if option in texts})
-    width = output.get_width(out, options.wide)
+    out = output.write_files({path: texts[option]() for option, path in files.items() if option in texts})
+    width = output.get_line_width(out, options.wide)
     output.print_text(report.to_text(width), out, width)
     if "--write-machine" in files:  # write the machine last, because that fails with too few measurements
-        output.write_texts({files["--write-machine"]: report.to_machine_file()})
+        output.write_files({files["--write-machine"]: report.to_machine_file()})
     if report.failures:
         return output.PROBLEMS
     if report.is_complete:

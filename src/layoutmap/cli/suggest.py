@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from layoutmap.adapters import ADAPTERS
-from layoutmap.cli.output import SUCCESS, get_file_paths, print_text, write_texts
-from layoutmap.cli.plans import add_partial_option, plan_model, require_complete
+from layoutmap.cli.output import SUCCESS, get_output_paths, print_text, write_files
+from layoutmap.cli.plans import add_partial_option, plan_model, require_complete_plan
 from layoutmap.core.specs import format_batch_dim, parse_batch_dim
-from layoutmap.plan.lint import list_named_batch_dims
+from layoutmap.plan.lint import list_dims_with_batch_names
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.suggest import suggest_layout_map
 
@@ -65,15 +65,15 @@ def run_suggest_command(options: Any) -> int:
     Raises:
         LayoutMapError: The model cannot be planned, or its plan is incomplete.
     """
-    files = get_file_paths({"--output": options.output})
+    files = get_output_paths({"--output": options.output})
     replicated = LayoutMap(options.mesh)
-    made = require_complete(plan_model(options.model, options, replicated), options.model, options)
+    made = require_complete_plan(plan_model(options.model, options, replicated), options.model, options)
     found = suggest_layout_map(made, options.batch_dim)
-    dims = options.batch_dim or list_named_batch_dims(made.mesh)
+    dims = options.batch_dim or list_dims_with_batch_names(made.mesh)
     batches = f"sharded over {format_batch_dim(dims)}" if dims else "replicated"
     text = f"# Suggested for {options.model}, if batches are {batches}.\n{found.to_yaml()}"
     if files:
-        write_texts(dict.fromkeys(files.values(), text))
+        write_files(dict.fromkeys(files.values(), text))
     else:
         print_text(text.rstrip("\n"), sys.stdout)
     return SUCCESS

@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters.missing_backend import make_missing_backend_error, set_only_installed_backend
-from layoutmap.cli.models import check_published_name
+from layoutmap.adapters.missing_backend import find_missing_backend_error, set_only_installed_backend
+from layoutmap.cli.models import check_published_model_exists
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import get_engine
 
@@ -61,10 +61,8 @@ def _make_simulation_hint(trace: str) -> str:
 
 # A model's code may exit, change the working directory, or print, so run it only in this context (decisions/0034).
 @contextlib.contextmanager
-def guard_users_code(
-    name: str, choose_backend: str = "type KERAS_BACKEND={} layoutmap ..."
-) -> Generator[None]:
-    """Run a user's code with imports from the current folder, and prevent it from ending the program.
+def guard_users_code(name: str, backend_fix: str = "type KERAS_BACKEND={} layoutmap ...") -> Generator[None]:
+    """Let the block run a user's code: it can import from the current folder, and cannot end the program.
 
     The code's output goes to stderr, so that stdout has only the plan. The current folder and stdout are restored.
     """
@@ -75,7 +73,7 @@ def guard_users_code(
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (LayoutMapError, ModuleNotFoundError) as error:
-        missing = make_missing_backend_error(error.__cause__ or error, choose_backend)
+        missing = find_missing_backend_error(error.__cause__ or error, backend_fix)
         if missing is not None:
             raise missing from error
         if isinstance(error, LayoutMapError):
@@ -127,7 +125,7 @@ def import_function(module_name: str, function_name: str) -> Callable[[], Any]:
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        check_published_name(module_name, function_name)
+        check_published_model_exists(module_name, function_name)
         near = [n for n, value in vars(module).items() if not n.startswith("_") and callable(value)]
         raise LayoutMapError(
             f"{module_name} has no function {function_name!r}",

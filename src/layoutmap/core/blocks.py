@@ -40,7 +40,7 @@ def make_full_index(shape: Sequence[int]) -> Index:
 def group_devices_by_shard(
     layout: Layout, shape: Sequence[int], devices: Iterable[int]
 ) -> dict[Ends, tuple[Index, list[int]]]:
-    """Return the index of each distinct shard and the devices that store it, in a dict by the ends of the shard's axes.
+    """Return a dict from the ends of each distinct shard to its index and the devices that store it.
 
     Args:
         layout: The tensor's layout.
@@ -81,7 +81,7 @@ def normalize_index(index: Sequence[slice], shape: Sequence[int]) -> Index:
         why = "a block is contiguous along each axis, so its slices have no step"
     if why:
         raise LayoutMapError(
-            f"{tuple(index)} is no index of a block",
+            f"{tuple(index)} is not the index of a block",
             facts={"shape": tuple(shape)},
             why=why,
             fix="give one slice with a start and a stop for each axis",
@@ -205,7 +205,7 @@ def assemble_blocks(
             continue
         result[make_relative_index(both, wanted)] = values[make_relative_index(both, block)]
         filled.append(both)
-    if (found := find_coverage_error(*stack_slice_ends(filled, len(wanted)), wanted)) is not None:
+    if (found := find_coverage_fault(*stack_slice_ends(filled, len(wanted)), wanted)) is not None:
         cell, times = found
         raise LayoutMapError(
             f"{times} blocks overlap at {format_index(cell)}"
@@ -221,49 +221,49 @@ def assemble_blocks(
 _PRIME, _NUM_SUMS = (1 << 31) - 1, 3
 
 
-def find_coverage_error(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[Index, int] | None:
-    """Return a part of a block that none or several other blocks cover, and their number, or None if there is none.
+def find_coverage_fault(begins: NumpyArray, ends: NumpyArray, outer: Index) -> tuple[Index, int] | None:
+    """Return a part of a block that not exactly one other block covers, and how many do, or None if there is none.
 
     Args:
         begins: Starts of the other blocks, as `stack_slice_ends` returns them.
         ends: Stops of the other blocks.
-        wanted: The block to cover.
+        outer: The block to cover.
 
     Returns:
         The part and the number of blocks that cover it, or `None` if each element is in exactly one block.
 
     Example:
-        >>> find_coverage_error(np.array([[0], [2], [2]]), np.array([[2], [4], [4]]), (slice(0, 6),))
+        >>> find_coverage_fault(np.array([[0], [2], [2]]), np.array([[2], [4], [4]]), (slice(0, 6),))
         ((slice(2, 4, None),), 2)
     """
-    begins, ends = _clip_to_block(begins, ends, wanted)
-    if _is_covered_once(begins, ends, wanted):
+    begins, ends = _clip_to_block(begins, ends, outer)
+    if _is_covered_once(begins, ends, outer):
         return None
-    for axis, part in enumerate(wanted):
+    for axis, part in enumerate(outer):
         inner = np.unique([begins[:, axis], ends[:, axis]])
         inner = inner[(part.start < inner) & (inner < part.stop)]
         if len(inner):
             at = int(inner[len(inner) // 2])
             halves = (slice(part.start, at), slice(at, part.stop))
             found = (
-                find_coverage_error(begins, ends, (*wanted[:axis], half, *wanted[axis + 1 :]))
+                find_coverage_fault(begins, ends, (*outer[:axis], half, *outer[axis + 1 :]))
                 for half in halves
             )
             return next(each for each in found if each is not None)
-    return wanted, len(begins)
+    return outer, len(begins)
 
 
-def _clip_to_block(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> tuple[NumpyArray, NumpyArray]:
-    """Return the starts and stops of blocks after cutting them to the block `wanted`, without empty blocks."""
-    begins = np.maximum(begins, np.array([part.start for part in wanted], np.int64))
-    ends = np.minimum(ends, np.array([part.stop for part in wanted], np.int64))
+def _clip_to_block(begins: NumpyArray, ends: NumpyArray, outer: Index) -> tuple[NumpyArray, NumpyArray]:
+    """Return the starts and stops of blocks after cutting them to the block `outer`, without empty blocks."""
+    begins = np.maximum(begins, np.array([part.start for part in outer], np.int64))
+    ends = np.minimum(ends, np.array([part.stop for part in outer], np.int64))
     some = (begins < ends).all(axis=1)
     return begins[some], ends[some]
 
 
-def _is_covered_once(begins: NumpyArray, ends: NumpyArray, wanted: Index) -> bool:
-    """Return whether inner blocks cover each element of the block `wanted` exactly once."""
-    first, last = stack_slice_ends([wanted], len(wanted))
+def _is_covered_once(begins: NumpyArray, ends: NumpyArray, outer: Index) -> bool:
+    """Return whether inner blocks cover each element of the block `outer` exactly once."""
+    first, last = stack_slice_ends([outer], len(outer))
     return bool(are_covered_once(begins, ends, [len(begins)], first, last)[0])
 
 
@@ -294,7 +294,7 @@ def are_covered_once(
         positions = (begins[:, axis], outer_begins[:, axis], ends[:, axis], outer_ends[:, axis])
         distinct, which = np.unique(np.concatenate(positions), return_inverse=True)
         numbers = random.integers(_PRIME, size=(len(distinct), _NUM_SUMS))[which]
-        # Reduce modulo the prime after each step, so that no product exceeds 64 bits.
+        # Reduce modulo the prime after each factor, so that no product exceeds 64 bits.
         products = products * ((numbers[num_blocks:] - numbers[:num_blocks]) % _PRIME) % _PRIME
     sums = np.cumsum(np.concatenate([np.zeros((1, _NUM_SUMS), np.int64), products[: len(begins)]]), axis=0)
     borders = np.cumsum([0, *counts])

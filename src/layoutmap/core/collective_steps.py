@@ -63,19 +63,19 @@ def find_collective_steps(
         >>> find_collective_steps(halves, whole, 4)
         (ExchangeStep(joined_axis=0, split_axis=None, groups=((0, 1),)),)
     """
-    grown, shrunk = list[int](), list[int]()
+    grown_axes, shrunk_axes = list[int](), list[int]()
     for axis in range(len(stored[0])):
         spans = [(have[axis], want[axis]) for have, want in zip(stored, wanted, strict=True)]
         if all(_is_inside(want, have) for have, want in spans):
-            shrunk += [axis] * any(have != want for have, want in spans)
+            shrunk_axes += [axis] * any(have != want for have, want in spans)
         elif all(_is_inside(have, want) for have, want in spans):
-            grown.append(axis)
+            grown_axes.append(axis)
         else:
             return None
-    exchanged: list[tuple[int, int] | None] = [None, *product(grown, shrunk)]
+    exchanged: list[tuple[int, int] | None] = [None, *product(grown_axes, shrunk_axes)]
     for pair in exchanged:
         steps, num_received = list[CollectiveStep](), 0
-        for step, received in _iterate_steps([*stored], wanted, grown, shrunk, pair):
+        for step, received in _iterate_collective_steps([*stored], wanted, grown_axes, shrunk_axes, pair):
             if step is None:
                 break
             steps.append(step)
@@ -86,51 +86,51 @@ def find_collective_steps(
     return None
 
 
-def _iterate_steps(
+def _iterate_collective_steps(
     blocks: list[Ends],
     wanted: Sequence[Ends],
-    grown: Sequence[int],
-    shrunk: Sequence[int],
-    exchanged: tuple[int, int] | None,
+    grown_axes: Sequence[int],
+    shrunk_axes: Sequence[int],
+    exchanged_axes: tuple[int, int] | None,
 ) -> Iterator[tuple[CollectiveStep | None, int]]:
     """Yield pairs of a step and the number of received elements. If a step is impossible, yield `(None, 0)` and stop.
 
-    Slices come first, because later steps then send less. `exchanged` are the axes of an all-to-all.
+    Slices come first, because later steps then send less. `exchanged_axes` are the axes of an all-to-all.
     """
 
-    def replace_spans(axes: Sequence[int]) -> list[Ends]:
+    def replace_spans_with_wanted(axes: Sequence[int]) -> list[Ends]:
         return [
             tuple(want[axis] if axis in axes else span for axis, span in enumerate(have))
             for have, want in zip(blocks, wanted, strict=True)
         ]
 
-    for axis in shrunk:
-        if exchanged is None or axis != exchanged[1]:
+    for axis in shrunk_axes:
+        if exchanged_axes is None or axis != exchanged_axes[1]:
             starts = tuple(want[axis][0] - have[axis][0] for have, want in zip(blocks, wanted, strict=True))
-            blocks = replace_spans([axis])
+            blocks = replace_spans_with_wanted([axis])
             yield SliceStep(axis, starts, _compute_length(blocks[0][axis])), 0
-    if exchanged is not None:
-        axis, split_axis = exchanged
-        groups = _group_devices(replace_spans([axis]), blocks, axis)
+    if exchanged_axes is not None:
+        axis, split_axis = exchanged_axes
+        groups = _group_devices_by_result(replace_spans_with_wanted([axis]), blocks, axis)
         if groups is None or not _are_split_in_order(blocks, wanted, split_axis, groups):
             yield None, 0
             return
         num_elements, size = _count_elements(blocks), len(groups[0])
-        blocks = replace_spans([axis, split_axis])
+        blocks = replace_spans_with_wanted([axis, split_axis])
         yield ExchangeStep(axis, split_axis, groups), num_elements * (size - 1) // size
-    for axis in grown:
-        if exchanged is None or axis != exchanged[0]:
-            groups = _group_devices(replace_spans([axis]), blocks, axis)
+    for axis in grown_axes:
+        if exchanged_axes is None or axis != exchanged_axes[0]:
+            groups = _group_devices_by_result(replace_spans_with_wanted([axis]), blocks, axis)
             if groups is None:
                 yield None, 0
                 return
             num_elements, size = _count_elements(blocks), len(groups[0])
-            blocks = replace_spans([axis])
+            blocks = replace_spans_with_wanted([axis])
             yield ExchangeStep(axis, None, groups), num_elements * (size - 1)
 
 
-def _group_devices(results: Sequence[Ends], blocks: Sequence[Ends], axis: int) -> Groups | None:
-    """Return groups of devices with blocks that, joined along an axis, are the result of each, or None if none fit."""
+def _group_devices_by_result(results: Sequence[Ends], blocks: Sequence[Ends], axis: int) -> Groups | None:
+    """Return groups of devices with blocks that, joined along an axis, are each device's result, or None."""
     by_result: dict[Ends, dict[tuple[int, int], list[int]]] = {}
     for device, (result, block) in enumerate(zip(results, blocks, strict=True)):
         by_result.setdefault(result, {}).setdefault(block[axis], []).append(device)

@@ -26,7 +26,7 @@ def open_hidden_folder(target: Path, token: str) -> Generator[Path]:
     """
     hidden = make_hidden_path(target, token)
     target.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target.parent, re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}"))
+    remove_unlocked_folders(target.parent, re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}"))
     try:
         lock = create_locked_folder(hidden)
         yield hidden
@@ -56,7 +56,7 @@ def create_locked_folder(path: Path) -> FolderLock | None:
             raise
 
 
-def remove_leftovers(root: Path, name_pattern: re.Pattern[str]) -> None:
+def remove_unlocked_folders(root: Path, name_pattern: re.Pattern[str]) -> None:
     """Delete folders in `root` with names that match a pattern, except those that a running process has locked."""
     for name in os.listdir(root):
         if name_pattern.fullmatch(name):

@@ -492,7 +492,7 @@ def validate_memory_kind(memory: object, where: str, error: type[LayoutMapError]
     if memory is None or memory in MEMORY_KINDS:
         return memory  # type: ignore[return-value]
     raise error(
-        f"{where}: memory={memory!r} is no kind of memory",
+        f"{where}: memory={memory!r} is not a kind of memory",
         why='arrays are in the memory of the devices, "device", or of the host, "pinned_host" or "unpinned_host"',
         fix='use "pinned_host", from which devices copy fastest'
         if "host" in str(memory)

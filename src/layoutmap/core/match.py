@@ -22,7 +22,7 @@ AS_REST = 'it is replicated, as layout_map.rest = "replicated" says'
 
 
 # A last rule `.*` has a layout of one rank, so the setting `rest` replicates variables of any rank (decisions/0054).
-def validate_rest(value: object, where: str) -> Rest | None:
+def validate_rest_setting(value: object, where: str) -> Rest | None:
     """Check the `rest` setting of a layout map, which is for variables that no rule matches, and return it.
 
     Raises:

@@ -203,7 +203,7 @@ class Mesh:
         return tuple(index // stride % size for stride, size in zip(self.strides, self.shape, strict=True))
 
     def unravel_index(self) -> list[dict[str, int]]:
-        """Return the coordinates of all devices by dim name, in device order.
+        """Return the coordinates of all devices, in device order. Each is a dict from dim name to position.
 
         Example:
             >>> Mesh(None, "x=2,y=2").unravel_index()[1]
@@ -304,7 +304,7 @@ def check_dims_in_mesh(
     mesh: Mesh,
     why: str,
     error: type[LayoutMapError] = ScopeError,
-    otherwise: str = ", or leave it out",
+    fix_ending: str = ", or leave it out",
 ) -> None:
     """Raise if a mesh lacks one of these dims, or a dim is repeated. `label` names the argument in the message."""
     dims = () if dim_names is None else (dim_names,) if isinstance(dim_names, str) else tuple(dim_names)
@@ -314,7 +314,7 @@ def check_dims_in_mesh(
                 f"{label} {name!r} is {'named twice' if name in mesh else 'not a dim of the mesh'}",
                 facts={"mesh": str(mesh)},
                 why=why,
-                fix=f"use one of {', '.join(map(repr, mesh.dim_names))}{otherwise}",
+                fix=f"use one of {', '.join(map(repr, mesh.dim_names))}{fix_ending}",
             )
 
 

@@ -12,21 +12,21 @@ _NUMBER = re.compile(r"\d+")
 _MOST_DIGITS = 15  # JavaScript numbers are exact up to 15 digits, so longer numbers get no ranges
 
 
-def split_at_numbers(path: str) -> tuple[str, ...]:
+def split_path_at_numbers(path: str) -> tuple[str, ...]:
     """Return the parts of a path between its numbers. Paths that differ only in numbers have the same parts.
 
     Example:
-        >>> split_at_numbers("blocks.12.mlp.kernel")
+        >>> split_path_at_numbers("blocks.12.mlp.kernel")
         ('blocks.', '.mlp.kernel')
     """
     return tuple(_NUMBER.split(path))
 
 
-def replace_numbers(path: str) -> str:
+def replace_numbers_with_stars(path: str) -> str:
     """Return a path with a star for each number. Paths that differ only in numbers give the same text.
 
     Example:
-        >>> replace_numbers("blocks.12.mlp.kernel")
+        >>> replace_numbers_with_stars("blocks.12.mlp.kernel")
         'blocks.*.mlp.kernel'
     """
     return _NUMBER.sub("*", path)
@@ -45,7 +45,7 @@ def find_repeated_layers(paths: Iterable[str]) -> frozenset[str]:
     groups: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys(p[:at] for p in paths for at, sign in enumerate(p) if sign == "."):
         if any(map(str.isdigit, path.rpartition(".")[2])):
-            groups.setdefault(split_at_numbers(path), []).append(path)
+            groups.setdefault(split_path_at_numbers(path), []).append(path)
     return frozenset(path for same in groups.values() if len(same) > 1 for path in same)
 
 
@@ -63,11 +63,11 @@ def format_merged_paths(paths: Sequence[str]) -> str:
     return _NUMBER.sub(lambda _: next(merged), paths[0])
 
 
-def format_path_regex_source(paths: Sequence[str]) -> str:
+def format_path_regex_as_python(paths: Sequence[str]) -> str:
     """Return the result of `make_path_regex` as Python source, which is a raw string.
 
     Example:
-        >>> print(format_path_regex_source(["blocks.0.conv2d.kernel", "blocks.1.conv2d.kernel"]))
+        >>> print(format_path_regex_as_python(["blocks.0.conv2d.kernel", "blocks.1.conv2d.kernel"]))
         r"blocks\\.\\d+\\.conv2d\\.kernel$"
     """
     return f'r"{make_path_regex(paths)}"'

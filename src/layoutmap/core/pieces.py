@@ -41,7 +41,7 @@ class BlockTransfer(Generic[Device]):
         return math.prod(compute_block_shape(self.block))
 
 
-class Conversion(Protocol):
+class ArrayConversion(Protocol):
     """Computation of one array from source arrays by permuting, splitting, and joining their axes."""
 
     def list_source_blocks(self, index: Index) -> Sequence[Sequence[Index]]:
@@ -68,7 +68,7 @@ class ArrayMove:
     """
 
     sources: tuple[int, ...]
-    conversion: Conversion | None = None
+    conversion: ArrayConversion | None = None
     path: str = ""
 
 

@@ -57,7 +57,7 @@ def normalize_specs(specs: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
     for axis, spec in enumerate(specs):
         for dim in list_spec_dims(spec):
             if dim == UNSHARDED or dim in used or dim not in known:
-                raise _make_dim_error(dim, used, specs, axis, mesh)
+                raise _make_spec_dim_error(dim, used, specs, axis, mesh)
             used.add(dim)
     return specs
 
@@ -126,14 +126,14 @@ def _normalize_spec(spec: Any, mesh: Mesh) -> ShardingSpec:
     )
 
 
-def _make_dim_error(
+def _make_spec_dim_error(
     dim: str, used: set[str], specs: tuple[ShardingSpec, ...], axis: int, mesh: Mesh
 ) -> LayoutError:
     """Return, but do not raise, the error for a spec with an unknown, reserved, or repeated mesh dim."""
     why, fix = f"the mesh has no dim {dim!r}", _format_dims_fix(mesh)
     if dim == tf_format.MATCH:
         why = "'match' is reserved for TensorFlow and shards nothing"
-    elif dim == UNSHARDED:  # in a tuple like ("x", "unsharded"), as `list_spec_dims` drops a single one
+    elif dim == UNSHARDED:  # as in ("x", "unsharded"); a spec that is only UNSHARDED has no dims
         why = "an axis that is sharded over a mesh dim is not unsharded"
         fix = f"name mesh dims only, or {UNSHARDED!r} alone"
     elif dim in used:

@@ -41,7 +41,7 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         raise RuleError(f"{where} cannot be read", why=why, fix=fix)
     try:
         # Prefer libyaml's parser: it is 15 times as fast, but some builds of PyYAML lack it.
-        loader = _make_loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+        loader = _make_strict_loader_class(getattr(yaml, "CBaseLoader", yaml.BaseLoader))
         _check_yaml_events(yaml.parse(text, loader))  # pyright: ignore[reportUnknownMemberType]
         return loader(text).get_single_data()
     except _YamlRefusal as error:
@@ -66,20 +66,20 @@ def _check_yaml_events(events: Any) -> None:
         depth += name.endswith("StartEvent") - name.endswith("EndEvent")
         if depth > _MAX_DEPTH + 2:  # the stream and the document count as two more levels
             why = "a rules file needs five levels, for a sharding spec of several mesh dims in a layout of a rule"
-            what, fix = f"it has more than {_MAX_DEPTH} levels", "write a rule as in a: [null, model]"
+            what, fix = f"it has more than {_MAX_DEPTH} nested levels", "write a rule as in a: [null, model]"
             raise _YamlRefusal(event.start_mark, what, why, fix)
         if tag not in (None, "!"):
             why = "a file holds text, decimal integers, and null, in mappings and lists"
-            raise _YamlRefusal(event.start_mark, f"the tag {tag} is not read", why, "delete the tag")
+            raise _YamlRefusal(event.start_mark, f"the tag {tag} is not supported", why, "delete the tag")
         if name == "ScalarEvent" and event.value == "<<" and event.implicit[0]:
             why = "a merge key hides the order of the rules, and the first match wins"
             raise _YamlRefusal(
-                event.start_mark, "the merge key << is not read", why, "write out the merged keys"
+                event.start_mark, "the merge key << is not supported", why, "write out the merged keys"
             )
 
 
 @cache
-def _make_loader(base: Any) -> Any:
+def _make_strict_loader_class(base: Any) -> Any:
     class StrictLoader(base):
         """YAML loader that converts decimal integers and null, and raises for duplicate keys and too many aliases."""
 

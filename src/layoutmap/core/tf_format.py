@@ -56,7 +56,7 @@ class LayoutFields:
 
 
 def _list_full_device_names(fields: MeshFields) -> tuple[list[str], list[str]]:
-    """Return the full names of local devices, and of all devices, or [] if all are local or one has no name."""
+    """Return the full names of local devices and of all devices, or [] if all are local or one has no name."""
     names = fields.devices or ()
     devices = [LOCAL_DEVICE + name if _SHORT_DEVICE.fullmatch(name) else name for name in names]
     local = [devices[i] for i in fields.local_device_ids]
@@ -64,7 +64,7 @@ def _list_full_device_names(fields: MeshFields) -> tuple[list[str], list[str]]:
     return local, all_devices
 
 
-def _merge_device_names(
+def _order_device_names(
     size: int, local_ids: tuple[int, ...], local: tuple[str, ...], all_devices: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the device names in mesh order. If `all_devices` is empty, devices that are not local are named `""`."""
@@ -143,7 +143,7 @@ def parse_mesh(text: str) -> MeshFields:
     return MeshFields(
         parts[0],
         dims,
-        _merge_device_names(size, local_ids, _split_at_commas(parts[4]), everything),
+        _order_device_names(size, local_ids, _split_at_commas(parts[4]), everything),
         local_ids,
     )
 
@@ -187,7 +187,7 @@ def read_mesh_proto(message: Any) -> MeshFields:
         return MeshFields(proto.name, dims, None, ())
     _check_global_ids(ids, size)
     local_ids = tuple(proto.local_device_ids)
-    devices = _merge_device_names(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
+    devices = _order_device_names(size, local_ids, tuple(proto.local_devices), tuple(proto.global_devices))
     return MeshFields(proto.name, dims, devices, local_ids)
 
 

@@ -34,7 +34,7 @@ Axes = tuple[tuple[int, ...], ...]
 """Parent axes of each axis of a derived variable, major to minor. An axis that joins no parent axes has `()`."""
 
 
-def validate_uneven(value: object, where: str) -> UnevenSetting:
+def validate_uneven_setting(value: object, where: str) -> UnevenSetting:
     """Check an `uneven` setting and return it, with a tuple in place of a list.
 
     Raises:
@@ -115,14 +115,14 @@ def _find_largest_even_subset(dims: Sequence[str], size: int, layout: Layout) ->
 
 
 # TensorFlow shards an axis over one mesh dim only, so plans for it keep the largest dim (decisions/0004).
-def keep_largest_dims(layout: Layout) -> Layout:
+def keep_largest_dim_per_axis(layout: Layout) -> Layout:
     """Return the layout with each axis sharded only over its largest mesh dim, or the most major of equally large dims.
 
     An axis is unchanged if its other mesh dims have size 1, because they shard nothing.
 
     Example:
         >>> from layoutmap import Mesh
-        >>> print(keep_largest_dims(Layout([("data", "model"), None], Mesh(None, "data=3,model=4"))))
+        >>> print(keep_largest_dim_per_axis(Layout([("data", "model"), None], Mesh(None, "data=3,model=4"))))
         (model, unsharded)
     """
     specs = list(layout.sharding_specs)
@@ -133,7 +133,7 @@ def keep_largest_dims(layout: Layout) -> Layout:
     return Layout.from_valid_specs(specs, layout.mesh, layout.memory)
 
 
-def derive_layout(parent: Layout, axes: Axes) -> Layout:
+def derive_layout_from_parent(parent: Layout, axes: Axes) -> Layout:
     """Return the layout of a derived variable, such as an optimizer slot, from the layout of its parent.
 
     An axis that joins several parent axes is sharded like the first of them.
@@ -145,7 +145,7 @@ def derive_layout(parent: Layout, axes: Axes) -> Layout:
     Example:
         >>> from layoutmap import Mesh
         >>> kernel = Layout([None, "model"], Mesh(None, "batch=2,model=4"))
-        >>> print(derive_layout(kernel, ((0,), ())), derive_layout(kernel, ((1,),)))
+        >>> print(derive_layout_from_parent(kernel, ((0,), ())), derive_layout_from_parent(kernel, ((1,),)))
         (unsharded, unsharded) (model,)
     """
     specs = [parent.list_mesh_dims(of[0]) if of else () for of in axes]

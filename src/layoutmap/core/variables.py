@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class AxesUse:
     """Describe the axes of a weight by their use in a layer, as summed axes or as axes of the output.
 
     Args:
@@ -86,7 +86,7 @@ class VariableSpec:
     axes: Axes | None = None
     parent_shape: tuple[int, ...] | None = None
     model: str = ""
-    use: Use | None = None
+    use: AxesUse | None = None
     trainable: bool = True
     name: str = field(default="", compare=False, repr=False)
     memory: str = field(default="", compare=False)
@@ -110,12 +110,12 @@ class VariableSpec:
 
     @property
     def is_derived(self) -> bool:
-        """Whether the parent is a different variable. Its layout is used if no rule is meant for this variable."""
+        """Whether the parent is another variable. Without its own rule, its layout is derived from the parent's."""
         return self.parent is not None and not self.is_packed
 
     @property
     def is_packed(self) -> bool:
-        """Whether it replaces an unpacked variable of the same path. Rules apply to that shape, `parent_shape`."""
+        """Whether it replaces an unpacked variable of its path. Rules apply to the unpacked shape, `parent_shape`."""
         return self.parent == self.path
 
     @property

@@ -13,13 +13,13 @@ from layoutmap.cost.search.options import MeshRoles, list_activation_options
 from layoutmap.cost.search.space import BlockStack
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.variants import PlanVariant, call_or_none, describe_change
+from layoutmap.plan.variants import PlanVariant, call_or_none, describe_variant_change
 from layoutmap.scope.progress import ElapsedTime
 
 MOST_COUNTING_SECONDS = 20.0
 """CPU seconds of this process after which no more variants are tried. Wall time would depend on other processes."""
 
-Count = Callable[[PlanVariant], Cost]
+CostFn = Callable[[PlanVariant], Cost]
 MakeVariants = Callable[[], Iterable[PlanVariant | None]]
 
 
@@ -28,19 +28,22 @@ def rank_variants_by_cost(
     original: PlanVariant,
     plan: PlanTable,
     peak_bytes: int,
-    count: Count,
+    compute_cost: CostFn,
     *,
     blocks: Sequence[BlockStack],
     can_recompute: bool,
     can_fuse: bool,
-    seconds: float,
+    cost_seconds: float,
 ) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
-    """Compute costs of plan variants. Return advice, best first, and the names of variants that there was no time for.
+    """Compute costs of plan variants. Return advice, best first, and names of variants for which time ran out.
 
     Variants that fit come first, then those with the same batch, the same devices, and less time. `original` is the
-    plan, `peak_bytes` is its peak memory, and `seconds` is the time that computing its cost took.
+    plan, `peak_bytes` is its peak memory, and `cost_seconds` is the time that computing its cost took.
     """
-    trials, data = _VariantTrials(original, peak_bytes, count, seconds), original.guessed_batch_dim
+    trials, data = (
+        _VariantTrials(original, peak_bytes, compute_cost, cost_seconds),
+        original.guessed_batch_dim,
+    )
     with ElapsedTime("counting what would fit") as show_progress:
         # Each entry makes variants of one kind, of which only the best is advised, because they differ little.
         makers: dict[str, MakeVariants] = {
@@ -63,16 +66,16 @@ def rank_variants_by_cost(
 class _VariantTrials:
     """Plan variants that were tried within a time limit, with their costs."""
 
-    def __init__(self, original: PlanVariant, peak_bytes: int, count: Count, seconds: float):
-        self._original, self._peak_bytes, self._count = original, peak_bytes, count
-        self._end, self._longest = time.process_time() + MOST_COUNTING_SECONDS, seconds
+    def __init__(self, original: PlanVariant, peak_bytes: int, compute_cost: CostFn, cost_seconds: float):
+        self._original, self._peak_bytes, self._compute_cost = (original, peak_bytes, compute_cost)
+        self._end, self._longest = time.process_time() + MOST_COUNTING_SECONDS, cost_seconds
         self._found: list[tuple[PlanVariant, Cost]] = []
         self.untried: list[str] = []
 
     def add_best_variant(
         self, name: str, make_variants: MakeVariants, show_progress: Callable[[], object]
     ) -> None:
-        """Store the best of similar variants. If no time is left, add their `name` to `untried` instead."""
+        """Store the best of similar variants. If no time is left, add their common `name` to `untried` instead."""
         made = call_or_none(lambda: list(make_variants())) or ()
         known = [variant for variant in made if variant is not None]
         if known and not self._has_time_left():
@@ -92,7 +95,7 @@ class _VariantTrials:
             return None
         show_progress()
         begin = time.process_time()
-        cost = call_or_none(lambda: self._count(variant))
+        cost = call_or_none(lambda: self._compute_cost(variant))
         self._longest = max(self._longest, time.process_time() - begin)
         return cost
 
@@ -106,7 +109,7 @@ class _VariantTrials:
         for variant, cost in found:
             is_same = variant.mesh == self._original.mesh and variant.inputs == self._original.inputs
             if is_same and cost.step.peak_bytes < self._peak_bytes:
-                together = together.add_changes(self._original, variant)
+                together = together.add_changes_between(self._original, variant)
         known, last, variant = (
             [self._original, *(variant for variant, _ in found)],
             self._peak_bytes,
@@ -126,7 +129,7 @@ class _VariantTrials:
         """Return the advice, best first."""
         return tuple(
             Advice(
-                *describe_change(self._original, variant),
+                *describe_variant_change(self._original, variant),
                 cost.step.peak_bytes,
                 f"{format_duration(cost.step_seconds)} a step",
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from layoutmap.core.paths import format_merged_paths, replace_numbers, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, replace_numbers_with_stars, split_path_at_numbers
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.text_table import format_bytes, format_html_table, format_table
 from layoutmap.cost.machine import DeviceGroup, Machine
@@ -100,8 +100,8 @@ class Cost:
         return self.step.traffic_bytes / self.machine.device.memory_bandwidth
 
     @property
-    def device_seconds(self) -> float:
-        """Seconds of a step without collectives: of computing or of memory access, whichever takes longer."""
+    def local_seconds(self) -> float:
+        """Seconds of a step without collectives: those of computing or of memory access, whichever takes longer."""
         return max(self.flops_seconds, self.memory_seconds)
 
     def sum_call_seconds(self, collective: Collective) -> float:
@@ -114,7 +114,7 @@ class Cost:
     def is_overlapped(self, collective: Collective) -> bool:
         """Return whether a collective overlaps with computing: it gathers a weight or reduces a weight's gradient."""
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
-        return collective.kind in kinds and replace_numbers(collective.cause) in self.weights
+        return collective.kind in kinds and replace_numbers_with_stars(collective.cause) in self.weights
 
     @property
     def weight_collective_seconds(self) -> float:
@@ -128,13 +128,13 @@ class Cost:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, where the collectives of weights overlap with computing."""
-        return max(self.device_seconds, self.weight_collective_seconds) + self.activation_collective_seconds
+        """Seconds of a step if the collectives of weights overlap with computing."""
+        return max(self.local_seconds, self.weight_collective_seconds) + self.activation_collective_seconds
 
     @property
     def serial_seconds(self) -> float:
         """Seconds of a step if no collective overlaps with computing."""
-        return self.device_seconds + self.weight_collective_seconds + self.activation_collective_seconds
+        return self.local_seconds + self.weight_collective_seconds + self.activation_collective_seconds
 
     @cached_property
     def time_parts(self) -> tuple[TimePart, ...]:
@@ -148,7 +148,7 @@ class Cost:
                     by_dims[c.dims] = by_dims.get(c.dims, 0.0) + self.sum_call_seconds(c)
             # Collectives of weights run while the device computes, so a device waits only for a part of their time.
             hidden = (
-                min(1.0, self.device_seconds / (self.weight_collective_seconds or 1.0)) if overlaps else 0.0
+                min(1.0, self.local_seconds / (self.weight_collective_seconds or 1.0)) if overlaps else 0.0
             )
             waits += [
                 TimePart(f"waiting for {kind} over {', '.join(dims)}", seconds * (1.0 - hidden), kind, dims)
@@ -179,7 +179,7 @@ class Cost:
         return self.machine.device.memory_bytes
 
     @property
-    def held(self) -> tuple[PeakTensors, ...]:
+    def peak_tensors(self) -> tuple[PeakTensors, ...]:
         """Tensors on a device at the peak of a step, without the step's arguments."""
         return self.step.held
 
@@ -209,7 +209,7 @@ class Cost:
 
     @property
     def networks(self) -> dict[str, str]:
-        """Text that names the networks of each mesh dim, by dim, without dims of size 1."""
+        """Dict from the name of each mesh dim with several devices to a text that names its networks."""
         mesh, machine = self.step.mesh, self.machine
         return {
             dim.name: machine.network_text(machine.group(mesh, [dim.name]))
@@ -225,7 +225,7 @@ class Cost:
     def _merge_into_rows(self, collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
         groups: dict[object, list[Collective]] = {}
         for c in collectives:
-            key = c.kind, c.dims, c.tensor_bytes, split_at_numbers(c.cause), c.phase, c.group
+            key = c.kind, c.dims, c.tensor_bytes, split_path_at_numbers(c.cause), c.phase, c.group
             groups.setdefault(key, []).append(c)
         rows = [
             CollectiveRow(
@@ -250,7 +250,7 @@ class Cost:
 
     def describe_collectives(self, paths: Iterable[str]) -> list[str]:
         """Return a sentence for each collective that the variables or layers at `paths` cause."""
-        causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers(path)))
+        causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers_with_stars(path)))
         return [
             row.sentence
             for row in self._merge_into_rows(
@@ -287,10 +287,10 @@ class Cost:
         return (OVERLAP, PEAK, *found, *self.step.notes)
 
     @property
-    def count_sentences(self) -> tuple[str, str]:
-        """Two sentences on each device: its FLOPs and traffic, and its memory."""
+    def work_and_memory_sentences(self) -> tuple[str, str]:
+        """Two sentences: the FLOPs and the traffic of each device, and its memory at the peak of a step."""
         step = self.step
-        flops = ", ".join(f"{format_count(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
+        flops = ", ".join(f"{format_number(count)}FLOP in {dtype}" for dtype, count in step.flops.items())
         sent, moved = format_bytes(step.sent_bytes), format_bytes(step.traffic_bytes)
         given, beside = format_bytes(step.argument_bytes), format_bytes(self.activation_bytes)
         most = "at most " * (step.known_by == PARTITIONED)
@@ -302,7 +302,7 @@ class Cost:
             f"it holds {given} of weights, state, slots and batch, and at the peak {most}{beside} beside them{short}",
         )
 
-    def _format_time_parts(self) -> Iterator[tuple[str, str, str]]:
+    def _iterate_time_part_rows(self) -> Iterator[tuple[str, str, str]]:
         total = self.step_seconds
         for wait in self.time_parts:
             yield wait.label, format_duration(wait.seconds), f"{100 * wait.seconds / total:.0f} %"
@@ -316,7 +316,7 @@ class Cost:
             "",
         ]
         lines += format_table(
-            ("of the step", "takes", "share"), self._format_time_parts(), ("takes", "share"), width=width
+            ("of the step", "takes", "share"), self._iterate_time_part_rows(), ("takes", "share"), width=width
         )
         if self.collective_rows:
             cells = [row.cells for row in self.collective_rows[:_MOST_ROWS]]
@@ -330,7 +330,7 @@ class Cost:
         mesh = ", ".join(f"{name} over {network}" for name, network in self.networks.items())
         lines += [
             "",
-            *self.count_sentences,
+            *self.work_and_memory_sentences,
             *([f"devices in the order of the mesh: {mesh}"] if mesh else []),
             *(f"assumed: {each}" for each in self.assumptions),
             *(["", self.verified.to_text(width)] if self.verified else []),
@@ -345,7 +345,7 @@ class Cost:
     def to_html(self) -> str:
         """Return the cost as two tables for a notebook."""
         parts = format_html_table(
-            f"Cost: {self.line}", ("of the step", "takes", "share"), self._format_time_parts()
+            f"Cost: {self.line}", ("of the step", "takes", "share"), self._iterate_time_part_rows()
         )
         return parts + format_html_table("Collectives", COLUMNS, (row.cells for row in self.collective_rows))
 
@@ -365,11 +365,11 @@ def format_duration(seconds: float) -> str:
     return "0 s" if seconds <= 0 else "< 1 us"
 
 
-def format_count(count: float) -> str:
+def format_number(count: float) -> str:
     """Return a large number as text with a prefix for its unit, such as `197 T`.
 
     Example:
-        >>> format_count(1.97e14) + "FLOP"
+        >>> format_number(1.97e14) + "FLOP"
         '197 TFLOP'
     """
     for prefix in ("", "K", "M", "G", "T"):

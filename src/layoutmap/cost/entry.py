@@ -28,7 +28,7 @@ __all__ = [
 
 
 def explain_step(*args: Any) -> object:
-    """Call `layoutmap.cost.jax.explained_step.explain_step`. It is imported only here, because it imports JAX."""
+    """Call `layoutmap.cost.jax.explained_step.explain_step`. Its module is imported only here, as it imports JAX."""
     return import_module("layoutmap.cost.jax.explained_step").explain_step(*args)
 
 
@@ -41,7 +41,7 @@ def find_cost_problems(linted: LintedPlan) -> Iterator[Problem]:
 
 
 def read_cost(data: dict[str, Any], rows: list[Any], mesh: Mesh) -> Cost:
-    """Return the cost in a plan's file, from its object of cost fields and its rows of collectives."""
+    """Return the cost that a plan's file stores: `rows` are its collectives, and `data` has all other fields."""
     step, machine, batch_dim, tried, untried = read_cost_fields(data, rows, mesh)
     return Cost(step, machine, batch_dim=batch_dim, tried=tried, untried=untried)
 
@@ -52,7 +52,7 @@ def make_json_fields(cost: Cost) -> tuple[Iterator[list[Any]], dict[str, Any]]:
 
 
 def format_costs_by_name(cost: Cost) -> dict[str, str]:
-    """Return the times and sizes of a cost as texts, by name. `Plan.diff` compares these texts."""
+    """Return a dict from the name of each time and size of a cost to its text. `Plan.diff` compares these texts."""
     sent: dict[str, list[float]] = {}
     for c in cost.step.collectives:
         reason = "weights" if cost.is_overlapped(c) else "activations"
@@ -83,8 +83,7 @@ def make_page_fields(
     return {
         "machine": str(cost.machine),
         "about": cost.machine.device.about,
-        # Gradients and activations exist only while a step runs, so the page adds them to the memory of the resident
-        # arrays.
+        # Gradients and activations exist only during a step, so the page adds them to the memory of resident arrays.
         "beside": max(0, cost.step.peak_bytes - resident_bytes),
         "parts": [
             [part.label, part.seconds, format_duration(part.seconds), part.kind] for part in cost.time_parts
@@ -95,6 +94,6 @@ def make_page_fields(
             [*row.cells, row.is_overlapped, find_variable(row.first.cause)] for row in cost.collective_rows
         ],
         "networks": list(cost.networks.items()),
-        "counts": cost.count_sentences,
+        "counts": cost.work_and_memory_sentences,
         "assumptions": cost.assumptions,
     }

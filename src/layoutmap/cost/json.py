@@ -34,12 +34,12 @@ from layoutmap.plan.advice import Advice
 from layoutmap.plan.json_fields import (
     Count,
     Number,
-    PlanObject,
-    PlanRow,
+    PlanJsonList,
+    PlanJsonObject,
     PositiveFloat,
-    convert_json,
-    convert_json_values,
-    make_file_error,
+    convert_json_to_type,
+    convert_json_values_to_type,
+    make_plan_file_error,
 )
 
 _COUNTS = ("traffic_bytes", "argument_bytes", "peak_bytes")
@@ -77,7 +77,7 @@ def make_cost_fields(
     return rows, written
 
 
-class _Collective(PlanRow):
+class _CollectiveJson(PlanJsonList):
     kind: CollectiveKind
     dims: tuple[str, ...]
     calls: Number
@@ -87,31 +87,31 @@ class _Collective(PlanRow):
     group: Number = 0
 
 
-class _Network(PlanObject):
+class _NetworkJson(PlanJsonObject):
     name: str
     bandwidth: PositiveFloat
     ring_from: Number = 0
 
 
-class _Machine(PlanObject):
+class _MachineJson(PlanJsonObject):
     name: str
     about: str
     memory_bytes: Number
     memory_bandwidth: PositiveFloat
     flops: dict[str, Any]
-    fast: _Network
-    slow: _Network
+    fast: _NetworkJson
+    slow: _NetworkJson
     node_size: Count
     devices: Count
     sources: tuple[str, ...] = ()
 
 
-class _Cost(PlanObject):
+class _CostJson(PlanJsonObject):
     flops: dict[str, Any]
     traffic_bytes: Number
     argument_bytes: Number
     peak_bytes: Number
-    machine: _Machine
+    machine: _MachineJson
     held: tuple[tuple[PeakTensorKind, str, tuple[Number, ...], str, Number], ...] = ()
     notes: tuple[str, ...] = ()
     known_by: str = ESTIMATE
@@ -125,17 +125,19 @@ def read_cost_fields(
     data: dict[str, Any], rows: list[Any], mesh: Mesh
 ) -> tuple[StepCost, Machine, BatchDim | None, tuple[Advice, ...], tuple[str, ...]]:
     """Return the arguments of `make_cost_fields`, read from a plan's cost object and its rows of collectives."""
-    collectives = [convert_json(row, _Collective, f"collectives[{i}]") for i, row in enumerate(rows)]
+    collectives = [
+        convert_json_to_type(row, _CollectiveJson, f"collectives[{i}]") for i, row in enumerate(rows)
+    ]
     for i, row in enumerate(collectives):
         for dim in row.dims:
             _check_dim_exists(dim, f"collectives[{i}]", mesh)
-    found = convert_json(data, _Cost, "cost")
+    found = convert_json_to_type(data, _CostJson, "cost")
     for dim in list_batch_dims(found.batch_dim):
         _check_dim_exists(dim, "cost.batch_dim", mesh)
     step = StepCost(
         mesh,
         tuple(Collective(*msgspec.structs.astuple(each)) for each in collectives),
-        convert_json_values(found.flops, Number, "cost.flops"),
+        convert_json_values_to_type(found.flops, Number, "cost.flops"),
         found.traffic_bytes,
         found.argument_bytes,
         found.peak_bytes,
@@ -150,15 +152,15 @@ def read_cost_fields(
 
 def _check_dim_exists(dim: str, field: str, mesh: Mesh) -> None:
     if dim not in mesh:
-        raise make_file_error(
+        raise make_plan_file_error(
             f"{field}: {dim!r} is not a mesh dim", f"the mesh has {', '.join(mesh.dim_names)}"
         )
 
 
-def _read_machine(item: _Machine) -> Machine:
-    flops = convert_json_values(item.flops, PositiveFloat, "cost.machine.flops")
+def _read_machine(item: _MachineJson) -> Machine:
+    flops = convert_json_values_to_type(item.flops, PositiveFloat, "cost.machine.flops")
     if not flops:
-        raise make_file_error(
+        raise make_plan_file_error(
             "cost.machine.flops lists no element type",
             "the time of a step follows from the FLOP rate of each element type",
         )

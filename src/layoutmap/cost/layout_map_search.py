@@ -14,7 +14,7 @@ from typing import Any, Literal
 from layoutmap.core.arguments import as_int, describe_type
 from layoutmap.core.errors import MeshError, PlanError, RuleError, ScopeError, shorten_repr
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
-from layoutmap.core.paths import format_merged_paths, replace_numbers
+from layoutmap.core.paths import format_merged_paths, replace_numbers_with_stars
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.cost.cost import Cost, format_duration
@@ -241,18 +241,20 @@ def search(
         library=library,
     )
     batch = lowered.step.batch[0].shape[0] if lowered.step.batch and lowered.step.batch[0].shape else None
-    widest = min(machine.device.node_size, _WIDEST)
+    max_model_size = min(machine.device.node_size, _WIDEST)
     meshes = (
         (_choose_dim_roles(given, batch_dim, start),)
         if given
-        else list_search_meshes(machine.num_devices, batch, widest)
+        else list_search_meshes(machine.num_devices, batch, max_model_size)
     )
     if not meshes:
-        raise _make_uneven_batch_error(machine, batch, widest)
+        raise _make_uneven_batch_error(machine, batch, max_model_size)
     evaluate = _MapEvaluator(lowered, machine, {roles.mesh: roles.batch_dim for roles in meshes})
     evaluate(RuleSet(meshes[0].mesh, rest="replicated"))  # trace once, to find the outputs of layers
     model = SearchedModel(
-        tuple(lowered.step.variables), find_block_stacks(lowered.outputs, lowered.step.variables), kept_rules
+        tuple(lowered.step.variables),
+        find_block_stacks(lowered.output_shapes, lowered.step.variables),
+        kept_rules,
     )
     again = (
         lowered.with_remat("blocks")
@@ -260,11 +262,11 @@ def search(
         else None
     )
     recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
-    over = sorted({str(roles.batch_dim) for roles in meshes})  # costs depend on these, but maps lack them
+    over = sorted({str(roles.batch_dim) for roles in meshes})  # costs depend on batch dims, which maps lack
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
     def wrap_with_cache(evaluator: EvaluateFn, suffix: str = "") -> EvaluateFn:
-        return search_cache.cache_evaluate(evaluator, fingerprint + suffix) if search_cache else evaluator
+        return search_cache.wrap_with_cache(evaluator, fingerprint + suffix) if search_cache else evaluator
 
     with _SearchProgress(shown_as) as shown:
         try:
@@ -292,7 +294,7 @@ def search(
             evaluator = get_evaluator(candidate)
             suffix = f"{' remat' * candidate.recomputes} {for_gpu} {version('jaxlib')}"
             return wrap_with_cache(
-                lambda rules: evaluator.summarize_cost(evaluator.compute_step_cost(rules, for_gpu, shown_as)),
+                lambda rules: evaluator.make_map_cost(evaluator.compute_step_cost(rules, for_gpu, shown_as)),
                 suffix,
             )
 
@@ -345,7 +347,7 @@ def _choose_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
         raise MeshError(
             "search: mesh differs from the mesh of start",
             facts={"mesh": str(found), "start": str(start.mesh)},
-            why="the rules of start are for their own mesh",
+            why="the rules of start name dims of the mesh of start",
             fix="leave mesh out, or read the rules for this mesh: LayoutMap.from_yaml(text, mesh)",
         )
     return found if found is not None else start.mesh if start is not None else None
@@ -397,12 +399,13 @@ def _list_built_in_maps(
     return found
 
 
-def _make_uneven_batch_error(machine: Machine, batch: int | None, widest: int) -> PlanError:
+def _make_uneven_batch_error(machine: Machine, batch: int | None, max_model_size: int) -> PlanError:
+    multiple = machine.num_devices // max_model_size or 1
     return PlanError(
         f"search: a batch of {batch} cannot be sharded evenly on {machine}",
-        facts={"devices": machine.num_devices, "largest model dim": widest},
+        facts={"devices": machine.num_devices, "largest model dim": max_model_size},
         why="each mesh in the search shards the batch over all devices that do not shard layers",
-        fix=f"use a batch that is a multiple of {machine.num_devices // widest or 1}, or pass mesh='data=..,model=..'",
+        fix=f"use a batch size that is a multiple of {multiple}, or pass mesh='data=..,model=..'",
     )
 
 
@@ -412,7 +415,8 @@ class _MapEvaluator:
     def __init__(self, lowered: LoweredStep, machine: Machine, batch_dims: dict[Mesh, BatchDim | None]):
         self._lowered, self._machine, self.batch_dims = lowered, machine, batch_dims
         paths = (path for v in lowered.step.variables for path in (v.path, *v.aliases))
-        self._weights = frozenset(map(replace_numbers, paths))  # `Cost` compares paths without numbers, too
+        # `Cost` compares paths with stars for numbers, so replace the numbers here, too.
+        self._weights = frozenset(map(replace_numbers_with_stars, paths))
 
     def find_batch_dim(self, layout_map: RuleSet) -> BatchDim | None:
         """Return the dim that shards batches on the mesh of a layout map, or None if batches are replicated."""
@@ -440,11 +444,11 @@ class _MapEvaluator:
         return self._lowered.count(layout_map, batch_dim=batch_dim, target=target, progress=progress)
 
     def __call__(self, layout_map: RuleSet) -> MapCost:
-        return self.summarize_cost(self.compute_step_cost(layout_map))
+        return self.make_map_cost(self.compute_step_cost(layout_map))
 
-    def summarize_cost(self, counted: StepCost) -> MapCost:
+    def make_map_cost(self, step_cost: StepCost) -> MapCost:
         """Return the time and memory of a step on the machine, by which a search compares maps."""
-        cost = Cost(counted, self._machine, self._weights)
+        cost = Cost(step_cost, self._machine, self._weights)
         return MapCost(cost.step_seconds, cost.step.peak_bytes, cost.serial_seconds)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layoutmap.core.paths import replace_numbers
+from layoutmap.core.paths import replace_numbers_with_stars
 from layoutmap.core.specs import format_batch_dim, make_spec
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.table import Collective
 from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix
-from layoutmap.plan.output_rules import write_output_rule
+from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import Problem
 
 _LEAST_SHARE = 0.01  # a cause is reported from this share of a step's traffic on
@@ -29,21 +29,21 @@ def _make_traffic_facts(cost: Cost, collectives: list[Collective]) -> tuple[tupl
     )
 
 
-def _iterate_large_causes(cost: Cost, calls: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
+def _iterate_costly_causes(cost: Cost, calls: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
     """Yield each cause with its collectives, if those of all repeated blocks together send enough bytes to report."""
     least = _LEAST_SHARE * cost.step.sent_bytes
     sent: dict[str, int] = {}
     by_cause: dict[str, list[Collective]] = {}
     for c in calls:
-        group = replace_numbers(c.cause)
+        group = replace_numbers_with_stars(c.cause)
         sent[group] = sent.get(group, 0) + c.count_sent_bytes(cost.step.mesh)
         by_cause.setdefault(c.cause, []).append(c)
     for cause, of_cause in by_cause.items():
-        if cause and sent[replace_numbers(cause)] >= least:
+        if cause and sent[replace_numbers_with_stars(cause)] >= least:
             yield cause, of_cause
 
 
-def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
+def find_gathered_weight_problems(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
     """Yield a problem for each weight that is gathered over a mesh dim which does not shard the batch, without need."""
     batch = linted.batch_dim
     found = [
@@ -51,11 +51,11 @@ def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
         for c in cost.step.collectives
         if c.kind == "all_gather" and cost.is_overlapped(c) and not {*linted.batch_dims} & {*c.dims}
     ]
-    for cause, of_weight in _iterate_large_causes(cost, found):
+    for cause, of_weight in _iterate_costly_causes(cost, found):
         dims = tuple(dict.fromkeys(dim for c in of_weight for dim in c.dims))
         over = " and ".join(dims)
         plan = linted.plan  # a cause with stars for numbers stands for several variables
-        for path in [cause] if cause in plan else [p for p in plan if replace_numbers(p) == cause]:
+        for path in [cause] if cause in plan else [p for p in plan if replace_numbers_with_stars(p) == cause]:
             a = plan[path]
             yield Problem(
                 "gathered weight",
@@ -65,11 +65,11 @@ def find_gathered_weights(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
                 (("layout", f"{a.layout}{format_rule_suffix(a)}"), *_make_traffic_facts(cost, of_weight)),
                 f"the batch is not sharded over {over}, so devices along it all compute with the whole weight",
                 "lay out the outputs of this layer and of the layer before, so that each device computes a part: "
-                + write_output_rule(plan.layers, path.rpartition(".")[0], batch, make_spec(dims)),
+                + make_output_rule_text(plan.layers, path.rpartition(".")[0], batch, make_spec(dims)),
             )
 
 
-def find_summed_activations(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
+def find_summed_activation_problems(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
     """Yield a problem for each layer with an activation that is all-reduced over the dim that shards the batch."""
     batch = linted.batch_dim
     assert batch is not None
@@ -80,7 +80,7 @@ def find_summed_activations(cost: Cost, linted: LintedPlan) -> Iterator[Problem]
         and not cost.is_overlapped(c)
         and {*linted.batch_dims} & {*c.dims}
     ]
-    for path, of_layer in _iterate_large_causes(cost, found):
+    for path, of_layer in _iterate_costly_causes(cost, found):
         yield Problem(
             "summed activation",
             "warning",
@@ -89,25 +89,25 @@ def find_summed_activations(cost: Cost, linted: LintedPlan) -> Iterator[Problem]
             _make_traffic_facts(cost, of_layer),
             "a weight is sharded along an axis that is summed over, so each device computes a part of every sum, for "
             "the rows of all devices",
-            f"shard the output by rows, too: {write_output_rule(linted.plan.layers, path, batch)}",
+            f"shard the output by rows, too: {make_output_rule_text(linted.plan.layers, path, batch)}",
         )
 
 
-def find_costly_dims(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
+def find_costly_dim_problems(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
     """Yield a problem for each mesh dim over which devices exchange data although all of them compute the same."""
     plan = linted.plan
     for dim in plan.mesh.mesh_dims:
         over = [c for c in cost.step.collectives if dim.name in c.dims]
         if dim.size == 1 or dim.name in linted.batch_dims or not over:
             continue
-        gathered = {replace_numbers(c.cause) for c in over if c.kind == "all_gather"}
+        gathered = {replace_numbers_with_stars(c.cause) for c in over if c.kind == "all_gather"}
         sharded = [
             a.variable.path
             for a in plan.assignments
             if a.variable.kind is Kind.WEIGHT
             and any(dim.name in a.layout.list_mesh_dims(axis) for axis in range(a.layout.rank))
         ]
-        if any(replace_numbers(path) not in gathered for path in sharded):
+        if any(replace_numbers_with_stars(path) not in gathered for path in sharded):
             continue
         saves = (
             "each weight that is sharded over it is gathered" if sharded else "no weight is sharded over it"
@@ -123,4 +123,4 @@ def find_costly_dims(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
         )
 
 
-COST_CHECKS = (find_gathered_weights, find_summed_activations, find_costly_dims)
+COST_CHECKS = (find_gathered_weight_problems, find_summed_activation_problems, find_costly_dim_problems)

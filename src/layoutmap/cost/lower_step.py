@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layoutmap.adapters import TrainingAdapter, get_adapter, get_imported_adapter, require_capability
+from layoutmap.adapters import (
+    TrainingAdapter,
+    get_adapter,
+    get_adapter_of_imported_library,
+    require_capability,
+)
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.mesh import check_dims_in_mesh
 from layoutmap.core.policy import LayoutPolicy
@@ -19,7 +24,7 @@ from layoutmap.core.variables import Assignment
 from layoutmap.cost.model_steps import make_training_step
 from layoutmap.cost.table import StepCost
 from layoutmap.cost.verified import Verified
-from layoutmap.plan.completeness import make_unbuilt_problem
+from layoutmap.plan.completeness import make_unbuilt_layers_problem
 from layoutmap.plan.problems import Problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import check_model_function, check_remat
@@ -99,8 +104,8 @@ class LoweredStep:
         with ElapsedTime(
             f"XLA compiles the step for {target}", enabled=progress if target else False
         ) as shown:
-            return self._counter.count(
-                *self._assign_layouts(layout_map, batch_dim), target=target, on_wait=shown
+            return self._counter.compute_cost(
+                *self._make_assignments_and_policy(layout_map, batch_dim), target=target, on_wait=shown
             )
 
     def compile(self, layout_map: RuleSet, *, batch_dim: BatchDim | None = None, target: str = "cpu") -> Any:
@@ -119,7 +124,7 @@ class LoweredStep:
             EngineError: The plugin for the target is not installed, or XLA cannot compile the step. For TPUs, it
                 compiles only steps that fit their memory.
         """
-        return self._counter.compile(*self._assign_layouts(layout_map, batch_dim), target)
+        return self._counter.compile(*self._make_assignments_and_policy(layout_map, batch_dim), target)
 
     def verify(
         self,
@@ -141,12 +146,12 @@ class LoweredStep:
         Raises:
             EngineError: See `compile`.
         """
-        assignments, policy = self._assign_layouts(layout_map, batch_dim)
-        cost = self._counter.count(assignments, policy)
+        assignments, policy = self._make_assignments_and_policy(layout_map, batch_dim)
+        cost = self._counter.compute_cost(assignments, policy)
         with ElapsedTime(f"XLA compiles the step for {target}", enabled=progress) as shown:
             return self._counter.verify(assignments, policy, target, cost, shown)
 
-    def _assign_layouts(
+    def _make_assignments_and_policy(
         self, layout_map: RuleSet, batch_dim: BatchDim | None
     ) -> tuple[list[Assignment], LayoutPolicy]:
         plan = self.plan(layout_map).check()
@@ -159,9 +164,9 @@ class LoweredStep:
         return [found[variable.key] for variable in self.step.variables], policy
 
     @property
-    def outputs(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of the first array that each layer returns, by path. It is empty before the first call of `count`."""
-        return self._counter.outputs
+    def output_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Dict from a layer's path to the shape of the first array that it returns. It is empty before `count`."""
+        return self._counter.output_shapes
 
     @property
     def fingerprint(self) -> str:
@@ -207,7 +212,7 @@ def lower_step(
     """
     check_model_function(make_model, layout_map, "lower_step")
     check_remat(remat)
-    adapter = get_adapter(library) if library else get_imported_adapter()
+    adapter = get_adapter(library) if library else get_adapter_of_imported_library()
     training = require_capability(adapter, TrainingAdapter, "lower_step")
     if adapter.engine_name != "jax":
         raise ScopeError(
@@ -224,8 +229,8 @@ def lower_step(
             context, make_model, inputs, lambda model: training.set_optimizer(model, optimizer)
         )
         step = make_training_step(context, model, inputs, optimizer, loss)
-    unbuilt = context.session.list_unbuilt_layers()
-    missing = make_unbuilt_problem(type(model).__name__, unbuilt, called=True) if unbuilt else None
+    unbuilt = context.session.list_unbuilt_layer_names()
+    missing = make_unbuilt_layers_problem(type(model).__name__, unbuilt, called=True) if unbuilt else None
     return LoweredStep(step, batch_dim, remat, missing, fuse_attention)
 
 

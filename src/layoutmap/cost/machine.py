@@ -19,8 +19,7 @@ class Network:
 
     name: str
     bandwidth: float  # bytes per second that a device sends; on a ring, in both directions together
-    # smallest number of devices of a group that is a ring; smaller groups are lines with half the bandwidth; 0: no
-    # rings
+    # smallest number of devices of a ring; smaller groups are lines with half the bandwidth; 0: no rings
     ring_from: int = 0
 
     def get_bandwidth(self, num_devices: int) -> float:

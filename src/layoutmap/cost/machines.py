@@ -48,7 +48,7 @@ def machine_named(name: str) -> Machine:
             fix="write it as in h100:64, or mine.yaml:my_device:64 with your own file",
         )
     file, wanted = found["one"] or found["file"], found["device"]
-    devices = _read_device_file(file) if file else load_devices()
+    devices = _read_device_file(file) if file else load_built_in_devices()
     if found["one"]:
         wanted = next(iter(devices)) if len(devices) == 1 else ""
     device = devices.get(wanted) or devices.get(wanted.lower())
@@ -56,7 +56,7 @@ def machine_named(name: str) -> Machine:
         near = difflib.get_close_matches(wanted.lower(), devices, 1)
         raise LayoutMapError(
             f"on={name!r}: "
-            f"{'it does not say which device of the file' if found['one'] else f'there is no device {wanted!r}'}",
+            f"{'the name does not say which device of the file' if found['one'] else f'there is no device {wanted!r}'}",
             facts={"devices": ", ".join(devices)},
             why=f"{file} describes several devices"
             if found["one"]
@@ -102,11 +102,11 @@ def resolve_machine(on: Any, mesh: Mesh | None, caller: str = "") -> Machine:
 
 
 @functools.cache
-def load_devices() -> Mapping[str, Device]:
-    """Return all devices in layoutmap's own file, by name.
+def load_built_in_devices() -> Mapping[str, Device]:
+    """Return a dict from name to device, with all devices in layoutmap's own file.
 
     Example:
-        >>> list(load_devices())
+        >>> list(load_built_in_devices())
         ['h100', 'h200', 'b200', 'a100', 'v5e', 'v5p', 'v6e']
     """
     text = files("layoutmap.cost").joinpath("machines.yaml").read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def _read_device_file(path: str) -> Mapping[str, Device]:
 
 
 def parse_devices(text: str, where: str) -> Mapping[str, Device]:
-    """Return the devices that a YAML text describes, by name. `where` names the text in messages.
+    """Return a dict from name to device, of all devices in a YAML text. `where` names the text in messages.
 
     Raises:
         LayoutMapError: The text does not have the form of `machines.yaml`.
@@ -132,7 +132,9 @@ def parse_devices(text: str, where: str) -> Mapping[str, Device]:
     top = _FileFields(read_yaml(text, where), where, ("version", "devices"))
     if top.data["version"] != 1:
         raise _make_file_error(
-            where, f"version {shorten_repr(top.data['version'])}", "this layoutmap reads version 1"
+            where,
+            f"version {shorten_repr(top.data['version'])} is not known",
+            "this layoutmap reads version 1",
         )
     devices = _FileFields(top.data["devices"], f"{where}: devices", ()).data
     return {name: _parse_device(name, data, f"{where}: {name}") for name, data in devices.items()}
@@ -143,20 +145,22 @@ class _FileFields:
 
     def __init__(self, data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()):
         if not isinstance(data, dict):
-            raise _make_file_error(where, "it is not a mapping", f"its value is {shorten_repr(data)}")
+            raise _make_file_error(where, "the value is not a mapping", f"it is {shorten_repr(data)}")
         self.data, self._where = cast("dict[Any, Any]", data), where
         known = (*needed, *optional)
         for key in self.data:
             if (known and key not in known) or not isinstance(key, str):
                 near = difflib.get_close_matches(str(key), known, 1)
-                fix = f"did you mean {near[0]!r}?" if near else "delete it"
+                fix = f"did you mean {near[0]!r}?" if near else "delete the key"
                 raise _make_file_error(
-                    where, f"key {shorten_repr(key)} is not known", f"it has {', '.join(known)}", fix
+                    where, f"key {shorten_repr(key)} is not known", f"the keys are {', '.join(known)}", fix
                 )
         for key in needed:
             if key not in self.data:
                 raise _make_file_error(
-                    where, f"it has no {key!r}", "every device has one" if key in _KEYS else ""
+                    where,
+                    f"the key {key!r} is missing",
+                    "every device needs this key" if key in _KEYS else "",
                 )
 
     def read_text(self, key: str, default: str | None = None) -> str:
@@ -165,7 +169,7 @@ class _FileFields:
             raise _make_file_error(self._where, f"{key} is not text", f"its value is {shorten_repr(value)}")
         return value
 
-    def read_count(self, key: str, default: int | None = None) -> int:
+    def read_number(self, key: str, default: int | None = None) -> int:
         value = self.data.get(key, default)
         number = as_int(value)
         if number is None or not (0 if default == 0 else 1) <= number < _MOST:
@@ -216,9 +220,9 @@ def _parse_device(name: str, data: Any, where: str) -> Device:
         fields.read_quantity("memory_bandwidth", "B/s"),
         {dtype: flops.read_quantity(dtype, "FLOP/s") for dtype in flops.data},
         Network(
-            fast.read_text("name"), fast.read_quantity("bandwidth", "B/s"), fast.read_count("ring_from", 0)
+            fast.read_text("name"), fast.read_quantity("bandwidth", "B/s"), fast.read_number("ring_from", 0)
         ),
         Network(slow.read_text("name"), slow.read_quantity("bandwidth", "B/s")),
-        fast.read_count("devices"),
+        fast.read_number("devices"),
         tuple(cast("list[str]", sources)),
     )

@@ -16,7 +16,7 @@ _MODULES = {
     "jax": "layoutmap.cost.jax.pytree_step",
     "torch": "layoutmap.cost.torch_module_step",
 }
-"""Module with `describe_step` for the models of a library, by library. It is imported late, with a framework."""
+"""Dict from a library to the module with `describe_training_step` for its models, which imports a framework."""
 
 
 def make_training_step(
@@ -27,14 +27,14 @@ def make_training_step(
     Without `optimizer` or `loss`, the model's own is used, or else no slots and the mean of the squared outputs.
     """
     module = import_module(_MODULES[context.adapter.name])
-    return module.describe_step(context.session, model, inputs, optimizer, loss)
+    return module.describe_training_step(context.session, model, inputs, optimizer, loss)
 
 
 _STEP_COUNTERS = {"jax": "layoutmap.cost.jax.lowered", "torch": "layoutmap.cost.torch_step"}
 
 
 def load_step_counter(engine_name: str) -> Any:
-    """Return the class `StepCounter` of a framework. Its method `count` returns the cost of a `TrainingStep`."""
+    """Return the class `StepCounter` of a framework. Its method `compute_cost` returns the cost of a `TrainingStep`."""
     if engine_name not in _STEP_COUNTERS:
         raise EngineError(
             f"the cost of a step cannot be computed on {engine_name}",

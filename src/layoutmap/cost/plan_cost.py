@@ -26,8 +26,8 @@ from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import guess_batch_dim
 from layoutmap.plan.output_rules import OutputRanks
 from layoutmap.plan.problems import Problem, sort_problems
-from layoutmap.plan.variable_problems import find_free_activation_problem
-from layoutmap.plan.variants import PlanVariant, find_preset_of_rules
+from layoutmap.plan.variable_problems import find_missing_activation_rule_problem
+from layoutmap.plan.variants import PlanVariant, find_preset_containing_rules
 from layoutmap.scope.arguments import check_remat
 from layoutmap.scope.context import Scope
 from layoutmap.scope.plan import Plan, make_plan
@@ -98,7 +98,7 @@ def choose_verify_target(verify: bool | str | None, machine: Machine) -> str | N
 
 
 def choose_counting_target(verify: bool | str | None, machine: Machine) -> str | None:
-    """Return the machine's device if its compiler is installed and should determine costs, or else None."""
+    """Return the machine's device type if XLA's compiler for it is installed and should count costs, else None."""
     from layoutmap.cost.jax.targets import has_gpu_compiler  # imported here, because it imports JAX
 
     name = machine.device.name
@@ -109,13 +109,13 @@ def add_step_cost(
     plan: Plan, context: Scope, model: object, inputs: object, optimizer: object, request: CostRequest
 ) -> Plan:
     """Return the plan with the cost of its model's step, or with a problem if JAX refuses an operation of the step."""
-    counter = _ModelCounter(plan, context, model, inputs, optimizer, request)
+    counter = _VariantCostComputer(plan, context, model, inputs, optimizer, request)
     begin = time.process_time()
-    lowered, assignments, policy = counter.lower_variant(counter.variant)
+    lowered, assignments, policy = counter.get_counter_and_assignments(counter.variant)
     try:
         target = request.counting_target
-        step_cost = _get_compiled_cost(lowered, assignments, policy, target) if target else None
-        step_cost = step_cost or lowered.count(assignments, policy, with_peak_tensors=True)
+        step_cost = _compute_compiled_cost(lowered, assignments, policy, target) if target else None
+        step_cost = step_cost or lowered.compute_cost(assignments, policy, with_peak_tensors=True)
     except ShardingRefusedError as error:  # the cause is in the model's code, so report a problem of the plan
         facts = tuple((name, str(value)) for name, value in error.facts.items())
         subject = type(model).__name__
@@ -123,7 +123,7 @@ def add_step_cost(
             Problem("out_sharding", "error", subject, error.what, facts, error.why, error.fix)
         )
     if context.adapter.engine_name == "jax" and request.device_memory is None:
-        notes = _iterate_memory_notes(step_cost, request.machine)
+        notes = _iterate_preallocation_notes(step_cost, request.machine)
         step_cost = replace(step_cost, notes=(*step_cost.notes, *notes))
     seconds = time.process_time() - begin
     verified = None
@@ -131,7 +131,7 @@ def add_step_cost(
         with ElapsedTime(f"XLA compiles the step for {request.target}") as shown:
             verified = lowered.verify(assignments, policy, request.target, step_cost, shown)
     if plan.layers is not None:
-        shapes: Mapping[str, tuple[int, ...]] = getattr(lowered, "outputs", {})
+        shapes: Mapping[str, tuple[int, ...]] = getattr(lowered, "output_shapes", {})
         plan = replace(
             plan, layers=OutputRanks(plan.layers | {path: len(shape) for path, shape in shapes.items()})
         )
@@ -146,39 +146,45 @@ def add_step_cost(
     *_, data = (None, *list_batch_dims(policy.batch_dim))
     variables = [a.variable for a in plan.assignments]
     tried, untried = rank_variants_by_cost(
-        replace(counter.variant, preset=find_preset_of_rules(context.layout_map), guessed_batch_dim=data),
+        replace(
+            counter.variant, preset=find_preset_containing_rules(context.layout_map), guessed_batch_dim=data
+        ),
         plan,
         found.cost.step.peak_bytes,
         counter.compute_variant_cost,
-        blocks=find_block_stacks(getattr(lowered, "outputs", {}), variables),
+        blocks=find_block_stacks(getattr(lowered, "output_shapes", {}), variables),
         can_recompute=on_jax
         and request.remat is None
         and bool(step.how_to_recompute and find_repeated_layers(v.path for v in variables)),
         can_fuse=on_jax and SCORED_ATTENTION in step_cost.notes,
-        seconds=seconds,
+        cost_seconds=seconds,
     )
     return replace(found, cost=replace(found.cost, tried=tried, untried=untried))
 
 
-def _iterate_memory_notes(step_cost: StepCost, machine: Machine) -> Iterator[str]:
+def _iterate_preallocation_notes(step_cost: StepCost, machine: Machine) -> Iterator[str]:
     """Yield a note if the step fits the GPU, but not the share of its memory that JAX preallocates by default."""
-    from layoutmap.cost.jax.targets import is_gpu  # imported here, because it imports JAX
+    from layoutmap.cost.jax.targets import is_gpu_target  # imported here, because it imports JAX
 
     share = step_cost.peak_bytes / machine.device.memory_bytes
-    if is_gpu(machine.device.name) and _SHARE_OF_JAX < share <= 1:
+    if is_gpu_target(machine.device.name) and _SHARE_OF_JAX < share <= 1:
         yield (
             f"JAX preallocates {_SHARE_OF_JAX:.0%} of a GPU's memory by default, and this step needs more: "
             f"run it with XLA_PYTHON_CLIENT_MEM_FRACTION={min(1.0, math.ceil(100 * share + 1) / 100):g}"
         )
 
 
-def _get_compiled_cost(lowered: Any, assignments: Any, policy: LayoutPolicy, target: str) -> StepCost | None:
+def _compute_compiled_cost(
+    lowered: Any, assignments: Any, policy: LayoutPolicy, target: str
+) -> StepCost | None:
     """Return the cost of a step as XLA compiles it for `target`. If that fails, warn and return None."""
     try:
         with ElapsedTime(f"XLA compiles the step for {target}") as shown:
             return cast(
                 "StepCost",
-                lowered.count(assignments, policy, with_peak_tensors=True, target=target, on_wait=shown),
+                lowered.compute_cost(
+                    assignments, policy, with_peak_tensors=True, target=target, on_wait=shown
+                ),
             )
     except EngineError as error:
         warnings.warn(
@@ -192,7 +198,7 @@ def _get_compiled_cost(lowered: Any, assignments: Any, policy: LayoutPolicy, tar
         return None
 
 
-class _ModelCounter:
+class _VariantCostComputer:
     """Costs of a model's plan variants. Variants that differ only in rules, mesh, or batch dim share a traced step."""
 
     def __init__(
@@ -215,7 +221,7 @@ class _ModelCounter:
     def _make_step(self, inputs: object) -> TrainingStep:
         return make_training_step(self._context, self._model, inputs, self._optimizer, self._request.loss)
 
-    def lower_variant(self, variant: PlanVariant) -> tuple[Any, list[Assignment], LayoutPolicy]:
+    def get_counter_and_assignments(self, variant: PlanVariant) -> tuple[Any, list[Assignment], LayoutPolicy]:
         """Return the step counter for a variant, the layouts of its variables, and the policy for its activations."""
         has_same_inputs = variant.inputs == self.variant.inputs
         step = (
@@ -254,9 +260,11 @@ class _ModelCounter:
             step_cost = replace(step_cost, **held, notes=(*step_cost.notes, note))
         machine = Machine(self._request.machine.device, policy.mesh.size)
         if plan.free_activations and not policy.activations:
-            # The step shows the ranks of outputs and the batch dim, so write the fix of an earlier warning again.
+            # Only the step shows the ranks of outputs and the batch dim, so make the warning of missing rules again.
             problems = [problem for problem in plan.problems if problem.kind != "no activations"]
-            found = find_free_activation_problem(plan.assignments, plan.layers, dim, checks_batch_dim=True)
+            found = find_missing_activation_rule_problem(
+                plan.assignments, plan.layers, dim, checks_batch_dim=True
+            )
             problems += [found] if found else []
             plan = replace(plan, problems=sort_problems(problems))
         cost = Cost(step_cost, machine, batch_dim=dim, verified=verified)
@@ -264,8 +272,10 @@ class _ModelCounter:
 
     def compute_variant_cost(self, variant: PlanVariant) -> Cost:
         """Return the cost of a step of a plan variant."""
-        lowered, assignments, policy = self.lower_variant(variant)
-        found = self.add_cost_to_plan(self._plan, lowered.count(assignments, policy), policy, None).cost
+        lowered, assignments, policy = self.get_counter_and_assignments(variant)
+        found = self.add_cost_to_plan(
+            self._plan, lowered.compute_cost(assignments, policy), policy, None
+        ).cost
         assert isinstance(found, Cost)
         return found
 

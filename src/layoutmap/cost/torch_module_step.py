@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.adapters.torch.options import TorchOptions
-from layoutmap.adapters.torch.paths import TensorEntry, find_paths_by_module_id
+from layoutmap.adapters.torch.paths import DescribedTensor, find_paths_by_module_id
 from layoutmap.adapters.torch.session import TorchSession
-from layoutmap.adapters.torch.training import call_model, find_scalar_loss, get_training
+from layoutmap.adapters.torch.training import call_model, find_scalar_loss, get_training_settings
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import BatchArray, Key, TrainingStep
@@ -45,21 +45,21 @@ class _CountingContext:
         """Ignore idle dims, because a counted step computes nothing."""
 
 
-def describe_step(
+def describe_training_step(
     session: TorchSession, model: torch.nn.Module, inputs: Any, optimizer: object, loss: Function | None
 ) -> TrainingStep:
     """Return the training step of a module from a dry run, which has already set `optimizer` on the module."""
-    entries = session.planned_entries
+    entries = session.planned_tensors
     step = _CountedStep(entries, model, inputs, loss)
     inputs = step.inputs.items()
     batch = [BatchArray(name, tuple(x.shape), format_dtype(x.dtype)) for name, x in inputs]
     specs = [entry.spec for entry in entries]
-    return TrainingStep(type(model).__name__, specs, batch, (), step.run_twice, step.notes)
+    return TrainingStep(type(model).__name__, specs, batch, (), step.run_step_twice, step.notes)
 
 
 class _CountedStep:
     def __init__(
-        self, entries: Sequence[TensorEntry], model: torch.nn.Module, inputs: Any, loss: Function | None
+        self, entries: Sequence[DescribedTensor], model: torch.nn.Module, inputs: Any, loss: Function | None
     ):
         self._entries = entries
         self._model = model
@@ -67,15 +67,15 @@ class _CountedStep:
         several: list[Any] = [*inputs] if is_sequence(inputs) else [inputs]
         numbered = {f"input {i}": each for i, each in enumerate(several)}
         self.inputs: dict[str, torch.Tensor] = dict(inputs) if is_mapping(inputs) else numbered
-        self.optimizer = get_training(model).make_optimizer
+        self.optimizer = get_training_settings(model).make_optimizer
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # running the step may add a note
         self._loss = loss
 
-    def run_twice(
+    def run_step_twice(
         self, tracer: Any, values: Mapping[Key, DTensor], batch: Sequence[torch.Tensor]
     ) -> Mapping[Key, DTensor]:
         """Run two steps, and count only the second, because the first creates slots and fills DTensor's caches."""
-        placed: list[tuple[TensorEntry, DTensor, Layout]] = []
+        placed: list[tuple[DescribedTensor, DTensor, Layout]] = []
         for entry in self._entries:
             value = values[entry.spec.key]
             placed.append((entry, value, tracer.engine.get_layout(value)))
@@ -83,18 +83,18 @@ class _CountedStep:
         TorchSession(context).install_arrays([self._model], placed)
         paths = find_paths_by_module_id(self._model)
         for module in self._model.modules():
-            _track_layers(module, paths.get(id(module), ""), tracer)
+            _track_layer_calls(module, paths.get(id(module), ""), tracer)
         trained = [p for p in self._model.parameters() if p.requires_grad]
         optimizer = self.optimizer(trained) if self.optimizer is not None else None
         with tracer:
-            self._run_once(tracer, batch, optimizer)
+            self._run_step_once(tracer, batch, optimizer)
             self._model.zero_grad()  # free the gradients, which would be counted as memory that stays in use
             gc.collect()  # collect autograd graphs, because they contain reference cycles
             tracer.reset_counts()
-            self._run_once(tracer, batch, optimizer)
+            self._run_step_once(tracer, batch, optimizer)
         return {}
 
-    def _run_once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
+    def _run_step_once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
         inputs = dict(zip(self.inputs, batch, strict=True)) if self._is_named else (tuple(batch), None)
         output = call_model(self._model, inputs)
         value: Any = find_scalar_loss(output) if self._loss is None else self._loss(output)
@@ -112,7 +112,7 @@ class _CountedStep:
                 optimizer.step()
 
 
-def _track_layers(module: torch.nn.Module, path: str, tracer: Any) -> None:
+def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> None:
     """Register hooks that tell the tracer when `module`, at `path`, runs in the forward and the backward pass."""
 
     def enter_layer(*_: object) -> None:

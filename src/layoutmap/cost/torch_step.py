@@ -27,7 +27,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Phase, StepCost
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import convert_layout, record_layout
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
@@ -54,8 +54,7 @@ _KINDS: Mapping[str, CollectiveKind] = {
 }
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
 _LOCAL_OPERATORS = ("wait_tensor", "_wrap_tensor_autograd")
-# A result of these operators is still a copy of the same weight, or the same gradient, so it keeps the operand's
-# source.
+# A result of these operators is a copy of the same weight or gradient, so it keeps the operand's source.
 _COPIES = {"cat", "clone", "_to_copy", "div", "mul", "neg", "copy_", "wait_tensor", "add", "add_"}
 _EAGER = "each operation reads its operands from memory and writes its results, as without torch.compile"
 _ACCUMULATED = "the weights of a block are gathered together, under the name of the first weight"
@@ -68,7 +67,7 @@ class StepCounter:
     def __init__(self, step: TrainingStep):
         self._step = step
 
-    def count(
+    def compute_cost(
         self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_peak_tensors: bool = False
     ) -> StepCost:
         """Return the cost of the step in these layouts. `with_peak_tensors` has no effect."""
@@ -91,7 +90,7 @@ class StepCounter:
                 counter.record_shard_path(get_local(value), key[1])
             for each in batch:  # do not count its memory, because `argument_bytes` contains its shard
                 counter.record_shard_path(each, "")
-            with _explain_run_failures(self._step):
+            with _translate_run_errors(self._step):
                 self._step.run(counter, values, batch)
             collectives = tuple(counter.iterate_collectives())
         return StepCost(
@@ -112,7 +111,7 @@ def _simulate_process_group(num_processes: int) -> Generator[None]:
         raise ScopeError(
             "the cost of a step cannot be computed in this process",
             facts={"process group": dist.get_backend(simulation.get_global_group())},
-            why="that needs a default process group of its own, and torch has only one per process",
+            why="to compute it, torch needs another default process group, and a process has only one",
             fix="plan in a process without a scope and without a process group, as layoutmap plan --on does",
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
@@ -126,7 +125,7 @@ def _simulate_process_group(num_processes: int) -> Generator[None]:
 
 
 @contextmanager
-def _explain_run_failures(step: TrainingStep) -> Generator[None]:
+def _translate_run_errors(step: TrainingStep) -> Generator[None]:
     try:
         yield
     except LayoutMapError:
@@ -196,7 +195,7 @@ class _OperationCounter(TorchDispatchMode):
         self.watched_nodes: set[object] = set()
         self.has_fused_attention = False  # whether the step called fused attention
 
-    # -- called by the step
+    # -- called by the steps of torch_module_step.py
 
     def record_shard_path(self, local: torch.Tensor, path: str) -> None:
         """Record the path of the variable to which a shard belongs. The path of a batch is empty."""
@@ -204,7 +203,7 @@ class _OperationCounter(TorchDispatchMode):
 
     def mark_phase(self, name: Phase) -> AbstractContextManager[None]:
         """Count operations as those of a phase of the step until the block ends."""
-        return set_temporarily(self, "_phase", name)
+        return set_attribute_temporarily(self, "_phase", name)
 
     def mark_optimizer_update(self) -> AbstractContextManager[None]:
         """Count operations as the optimizer's update until the block ends."""
@@ -230,7 +229,7 @@ class _OperationCounter(TorchDispatchMode):
         for (kind, dims, num_bytes, cause, phase), number in counts.items():
             yield Collective(kind, dims, number, num_bytes, cause, phase)
 
-    # -- called by torch
+    # -- called by torch's dispatcher
 
     def __torch_dispatch__(
         self, func: OpOverload[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
@@ -243,7 +242,7 @@ class _OperationCounter(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
         is_copy = name in _COPIES or name in _KINDS
-        source = self._find_source(inputs, name, args) if is_copy else None
+        source = self._find_value_source(inputs, name, args) if is_copy else None
         self.has_fused_attention |= name.startswith("_scaled_dot_product") and "math" not in name
         if func.namespace in _COMMUNICATION_NAMESPACES and name not in _LOCAL_OPERATORS:
             source = self._add_collective(name, args, kwargs, inputs, source or _ValueSource())
@@ -258,7 +257,7 @@ class _OperationCounter(TorchDispatchMode):
             self._num_computed += 1
         computed = _ValueSource("", self._current_layer, self._num_computed)
         for output in outputs:
-            self._track_memory(output, source, computed)
+            self._track_storage_memory(output, source, computed)
         return result
 
     @property
@@ -266,10 +265,9 @@ class _OperationCounter(TorchDispatchMode):
         """Path of the layer that computes now. Code outside of layers, as the loss, belongs to the last layer."""
         return (self.layers[-1] if self.layers else "") or self.last_layer
 
-    def _find_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
+    def _find_value_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
         """Return the source of the result of an operator that copies, scales, or adds its inputs."""
-        # To add a replicated tensor to partial sums, DTensor divides it by a dim's size. The result is no copy of a
-        # weight.
+        # To add a tensor to partial sums, DTensor divides it by a dim's size. The result is not a copy of a weight.
         if name == "div" and len(args) > 1 and args[1] in self.policy.mesh.shape:
             return _ValueSource()
         found: list[_ValueSource] = []
@@ -291,8 +289,7 @@ class _OperationCounter(TorchDispatchMode):
         dims, size = self._find_collective_dims_and_group_size([*args, *kwargs.values()])
         if kind is None or not dims:
             return _ValueSource()
-        # The cause of a reduction is the layer that computed the partial sums. The cause of other collectives is the
-        # current layer.
+        # A reduction is caused by the layer that computed the partial sums, other collectives by the current layer.
         layer = source.layer if "reduce" in kind else ""
         cause = [source.path or layer or self._current_layer]
         num_bytes = max(map(_compute_num_bytes, inputs))
@@ -305,8 +302,7 @@ class _OperationCounter(TorchDispatchMode):
         """Return the mesh dims and the number of devices of a collective, or no dims and 1 if no dim is known."""
         mesh = self.policy.mesh
         for each in args:
-            # c10d passes the group and the kind of reduction as script objects, in this order, so the first one is the
-            # group.
+            # c10d passes first the group and then the kind of reduction as script objects, so take the first one.
             is_group = isinstance(each, torch.ScriptObject)
             name = dist.ProcessGroup.unbox(each).group_name if is_group else each
             if isinstance(name, str) and name in self._groups:
@@ -316,7 +312,7 @@ class _OperationCounter(TorchDispatchMode):
                 break  # this is the group of a mesh dim of size 1, which is not in the table
         return (), 1
 
-    def _track_memory(
+    def _track_storage_memory(
         self, tensor: torch.Tensor, source: _ValueSource | None, computed: _ValueSource
     ) -> None:
         """Count a tensor's storage as in use until it is freed, and record its source: `source`, or else `computed`."""
@@ -340,7 +336,7 @@ class _OperationCounter(TorchDispatchMode):
 
 
 def _map_groups_to_dims(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Return the mesh dims of each process group of a mesh, by the group's name."""
+    """Return a dict from the name of each process group of a mesh to its mesh dims."""
     native = convert_layout(Layout.replicated(mesh, 0))[0]
     simulation.list_ranks(native)  # torch caches this list, and could not compute it once tensors are fake
     return {

@@ -11,7 +11,7 @@ from layoutmap.core.text_table import format_bytes, format_table
 from layoutmap.cost.table import StepCost
 
 
-class TooLargeError(EngineError):
+class StepTooLargeError(EngineError):
     """Raised when a device has too little memory for XLA to compile a step. `peak_bytes` is 0 if unknown."""
 
     def __init__(self, what: str, *, peak_bytes: int = 0, **rest: Any):

@@ -11,7 +11,7 @@ import sys
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.protocol import Engine
-from layoutmap.engines.tested import import_framework_module, warn_if_untested
+from layoutmap.engines.tested import import_module_needing_framework, warn_if_untested
 
 __all__ = [
     "ENGINES",
@@ -56,7 +56,7 @@ def get_engine(name: str) -> Engine:
             why=f"no package {name!r} is found in this environment",
             fix=f'pip install "layoutmap[{name}]"',
         )
-    made = import_framework_module(name, ENGINES[name]).engine()
+    made = import_module_needing_framework(name, ENGINES[name]).engine()
     warn_if_untested(name)
     return made
 

@@ -17,7 +17,7 @@ import numpy as np
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import CheckpointError, ScopeError, join_names
-from layoutmap.engines.checks import make_different_values_error
+from layoutmap.engines.checks import make_unequal_initial_values_error
 
 # If the input pipelines of processes differ by mistake, their first batches differ, so always compare the first calls.
 _FIRST_CALLS = 8
@@ -34,11 +34,11 @@ NamedText = tuple[str, str]
 
 def gather_texts(text: str, gather: Gather) -> list[str]:
     """Return the text of each process, in process order."""
-    rows = _gather_with_padding(np.frombuffer(text.encode(), np.uint8), gather)
+    rows = _gather_values_of_any_length(np.frombuffer(text.encode(), np.uint8), gather)
     return [row.tobytes().decode() for row in rows]
 
 
-def _gather_with_padding(values: NumpyArray, gather: Gather) -> list[NumpyArray]:
+def _gather_values_of_any_length(values: NumpyArray, gather: Gather) -> list[NumpyArray]:
     """Return the values of each process. The number of values may differ between processes."""
     lengths = gather(np.array([values.size], np.int64))[:, 0]
     if not lengths.any():  # no process has values, so do not gather any
@@ -49,7 +49,7 @@ def _gather_with_padding(values: NumpyArray, gather: Gather) -> list[NumpyArray]
 
 # If only one process raised, the others would wait for it, so share errors, and raise in all (decisions/0079).
 def call_and_share_errors(function: Callable[[], Result], gather: Gather, verb: str = "load") -> Result:
-    """Call a function in each process, and return this process's result. An error is raised in all processes."""
+    """Call a function in each process, and return this process's result. If one process raises, all raise."""
     result: Any = None
     error: BaseException | None = None
     try:
@@ -81,7 +81,7 @@ def compare_texts(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequenc
 
 
 def make_process_facts(texts: Sequence[str]) -> dict[str, object]:
-    """Return the text of each process as facts for an error message, by the name of the process."""
+    """Return a dict from the name of each process, such as `process 0`, to its text, for the facts of an error."""
     return {f"process {number}": each for number, each in enumerate(texts)}
 
 
@@ -94,19 +94,19 @@ def shorten_text(text: str) -> str:
 
 def check_same_program(call: str, named_texts: Iterable[NamedText], gather: Gather) -> None:
     """Raise a `ScopeError` if a call's name, or a text that describes its computation, differs between processes."""
-    found = find_difference([("call", call), *named_texts], gather)
+    found = find_first_difference([("call", call), *named_texts], gather)
     if found is None:
         return
     name, texts = found
     raise ScopeError(
-        describe_difference(name, texts),
+        describe_text_difference(name, texts),
         facts={"in": call} | (make_process_facts(texts) if len(texts) > 2 else {}),
         why="each process computes a part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )
 
 
-def describe_difference(name: str, texts: Sequence[str]) -> str:
+def describe_text_difference(name: str, texts: Sequence[str]) -> str:
     """Return a message with a name, its text in process 0, and its text in the first process that differs."""
     other = next(number for number, text in enumerate(texts) if text != texts[0])
     return f"{name}: {texts[0]} in process 0, {texts[other]} in process {other}"
@@ -133,12 +133,12 @@ def check_same_initial_values(checksums: Sequence[tuple[str, int]], gather: Gath
     everyone = gather(np.array([value for _, value in checksums], np.uint32))
     differ = [path for i, (path, _) in enumerate(checksums) if len(set(everyone[:, i])) > 1]
     if differ:
-        raise make_different_values_error(
+        raise make_unequal_initial_values_error(
             f"{differ[0]}: the processes have different values", {"variables": join_names(differ)}
         )
 
 
-class CallSchedule:
+class CallComparisonSchedule:
     """Decide which calls of a model the processes compare: the first eight, then calls 16, 32, 64, and so on.
 
     The first call of an epoch is compared, too. A run of n calls compares log2(n) of them (decisions/0181).
@@ -154,8 +154,8 @@ class CallSchedule:
         self.begins_epoch = False
         self.is_in_epochs = False
 
-    def count_call(self) -> bool:
-        """Count a call, and return whether the processes compare it."""
+    def should_compare_next_call(self) -> bool:
+        """Count the next call, and return whether the processes compare it."""
         self.calls += 1
         begins, self.begins_epoch = self.begins_epoch, False
         return begins or self.calls <= _FIRST_CALLS or not self.calls & (self.calls - 1)
@@ -186,14 +186,16 @@ def check_same_texts(
     named_texts: Iterable[tuple[str, str]], gather: Gather, problem: str, **error_parts: str
 ) -> None:
     """Raise a `ScopeError` if named texts differ between the processes."""
-    found = find_difference(named_texts, gather)
+    found = find_first_difference(named_texts, gather)
     if found is not None:
         path, texts = found
         raise ScopeError(f"{path}: {problem}", facts=make_process_facts(texts), **error_parts)
 
 
-def find_difference(named_texts: Iterable[tuple[str, str]], gather: Gather) -> tuple[str, list[str]] | None:
-    """Return the first name with different texts and each process's first different line, or None if none differ.
+def find_first_difference(
+    named_texts: Iterable[tuple[str, str]], gather: Gather
+) -> tuple[str, list[str]] | None:
+    """Return the first name with different texts, and each process's first differing line, or None if none differ.
 
     If the processes have different names, return a name that some of them lack, with "nothing" as their line.
     """

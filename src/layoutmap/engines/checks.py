@@ -23,7 +23,7 @@ _MAX_REMEMBERED = 512
 # -- devices
 
 
-def check_no_host_memory(layout: Layout, framework: str, why: str, alternative: str = "") -> None:
+def refuse_layout_in_host_memory(layout: Layout, framework: str, why: str, alternative: str = "") -> None:
     """Raise an error for a layout in host memory, for a framework that stores arrays only on devices.
 
     Args:
@@ -53,7 +53,7 @@ def make_no_devices_error(framework: str, device_type: str, usable_type: str, wh
     )
 
 
-def make_more_devices_fix(framework: str, num_devices: int) -> str:
+def format_fix_for_too_few_devices(framework: str, num_devices: int) -> str:
     """Return the `fix` of an error about a mesh that needs `num_devices`, more than the framework has."""
     return (
         f"restart Python and call lm.simulate_devices({num_devices}) before {framework} starts, for as many devices of "
@@ -68,7 +68,7 @@ def check_simulated_devices(framework: str, num_devices: int, device_names: Sequ
     raise EngineError(
         f"{num_devices} devices cannot be simulated: {framework} has started",
         facts={"devices": join_names(device_names)},
-        why="their number is fixed when the framework starts, at the first array or query for devices",
+        why="the number of devices is fixed when the framework starts, at the first array or query for devices",
         fix=f"restart Python, and call lm.simulate_devices({num_devices}) right after the imports",
     )
 
@@ -118,7 +118,7 @@ def check_no_explicit_axes(mesh: Mesh, framework: str) -> None:
         )
 
 
-def bind_devices(mesh: Mesh, names: Sequence[str], local_indices: Iterable[int]) -> Mesh:
+def bind_mesh_to_devices(mesh: Mesh, names: Sequence[str], local_indices: Iterable[int]) -> Mesh:
     """Return a mesh with these device names and local positions, or the same mesh if it is already bound."""
     local_device_ids = tuple(local_indices)
     if mesh.devices is not None and local_device_ids == mesh.local_device_ids:
@@ -129,7 +129,7 @@ def bind_devices(mesh: Mesh, names: Sequence[str], local_indices: Iterable[int])
 # -- element types
 
 
-def make_element_type_error(framework: str, name: str, path: str) -> EngineError:
+def make_bad_dtype_error(framework: str, name: str, path: str) -> EngineError:
     """Return the error for a variable with an element type that sharded arrays cannot have."""
     return EngineError(
         f"{path}: {framework} cannot shard element type {name!r}",
@@ -157,7 +157,7 @@ def make_non_numeric_error(framework: str, dtype: object) -> EngineError:
 # -- values
 
 
-def check_initializers(
+def check_no_initializer_is_missing(
     assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
 ) -> None:
     """Raise an `EngineError` unless each variable that is to be created has an initializer."""
@@ -211,17 +211,17 @@ def wrap_reader_with_checks(variable: VariableSpec, read: BlockReader) -> BlockR
     return read_checked_values
 
 
-def check_one_result(function: Callable[..., Any], num_results: int) -> None:
+def check_function_returns_one_array(function: Callable[..., Any], num_results: int) -> None:
     """Raise an `EngineError` unless a function that is called with one layout returns one array."""
     if num_results != 1:
         raise EngineError(
             f"{getattr(function, '__name__', function)} returns {num_results} arrays",
             why="a layout belongs to one array",
-            fix="pass functions that return one array each, and call this once for each of them",
+            fix="split it into functions that return one array each, and pass each of them to call_with_layout",
         )
 
 
-def make_different_values_error(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
+def make_unequal_initial_values_error(what: str, facts: Mapping[str, object] | None = None) -> EngineError:
     """Return the error for processes that would initialize one variable to different values."""
     return EngineError(
         what,
@@ -241,7 +241,7 @@ def check_random_mode(engine: str, draws: str, supported_modes: Sequence[str] = 
             f"draws={draws!r}: {engine} cannot draw random numbers this way",
             facts={"supported modes": ", ".join(map(repr, supported_modes))},
             why='each engine draws the framework\'s own numbers in the mode "exact", and few engines have other modes',
-            fix='leave draws out, or draws="exact"',
+            fix='leave draws out, or pass draws="exact"',
         )
 
 

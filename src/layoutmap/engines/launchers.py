@@ -59,7 +59,7 @@ def report_errors_to_torchrun() -> None:
         return
     call_earlier_hook = sys.excepthook
 
-    def write_error(
+    def write_torchrun_error_file(
         error_class: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         call_earlier_hook(error_class, error, traceback)
@@ -72,4 +72,4 @@ def report_errors_to_torchrun() -> None:
             with suppress(OSError), open(file, "w", encoding="utf-8") as opened:
                 json.dump({"message": message}, opened)
 
-    sys.excepthook = write_error
+    sys.excepthook = write_torchrun_error_file

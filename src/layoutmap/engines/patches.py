@@ -19,14 +19,14 @@ from typing import Any, Protocol, cast
 class ClosingContext:
     """A context manager that is also closed when it is garbage-collected.
 
-    Subclasses implement `open` and `close`. A second `close` must have no effect.
+    Subclasses implement `open_context` and `close_context`. A second `close_context` must have no effect.
     """
 
-    def open(self) -> None:
+    def open_context(self) -> None:
         """Enter the context."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close_context(self) -> None:
         """Leave the context, even if it was entered only in part."""
         raise NotImplementedError
 
@@ -34,15 +34,15 @@ class ClosingContext:
 
     def __enter__(self) -> None:
         self._has_begun = True
-        self.open()
+        self.open_context()
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.close_context()
         self._has_begun = False
 
     def __del__(self) -> None:
         if self._has_begun:
-            self.close()
+            self.close_context()
 
 
 class Patch(Protocol):
@@ -140,7 +140,7 @@ class Patches:
 
     def __init__(self, patches: Iterable[Patch]):
         self._patches = tuple(patches)
-        self._users: weakref.WeakSet[_PatchUse] = weakref.WeakSet()
+        self._uses: weakref.WeakSet[_PatchUse] = weakref.WeakSet()
         # Reentrant, because garbage collection may close a context manager of this thread while the thread holds the
         # lock.
         self._lock = threading.RLock()
@@ -149,18 +149,18 @@ class Patches:
         """Return a context manager during which the patches are installed."""
         return _PatchUse(self)
 
-    def add_use(self, user: _PatchUse) -> None:
+    def add_use(self, use: _PatchUse) -> None:
         """Register a use, and install the patches that are not installed."""
         with self._lock:
-            self._users.add(user)
+            self._uses.add(use)
             for patch in self._patches:
                 patch.install()
 
-    def discard_use(self, user: _PatchUse) -> None:
+    def discard_use(self, use: _PatchUse) -> None:
         """Unregister a use, and remove the patches if no use is left."""
         with self._lock:
-            self._users.discard(user)
-            if not self._users:
+            self._uses.discard(use)
+            if not self._uses:
                 for patch in self._patches:
                     patch.remove()
 
@@ -171,21 +171,21 @@ class _PatchUse(ClosingContext):
     def __init__(self, patches: Patches):
         self._patches = patches
 
-    def open(self) -> None:
+    def open_context(self) -> None:
         self._patches.add_use(self)
 
-    def close(self) -> None:
+    def close_context(self) -> None:
         self._patches.discard_use(self)
 
 
 @contextmanager
-def set_temporarily(owner: object, name: str, value: object) -> Generator[None]:
+def set_attribute_temporarily(owner: object, name: str, value: object) -> Generator[None]:
     """Set an attribute of an object of layoutmap, such as a thread-local one, until the block ends.
 
     Example:
         >>> class Here:
         ...     depth = 0
-        >>> with set_temporarily(Here, "depth", 1):
+        >>> with set_attribute_temporarily(Here, "depth", 1):
         ...     Here.depth
         1
         >>> Here.depth

@@ -35,20 +35,20 @@ class PlacementWithoutLayout:
     is_copied: bool = False
 
 
-class MakeMover(Protocol):
+class MakeArrayMover(Protocol):
     """Make a function that moves arrays to the devices, layouts, and dtypes of other arrays."""
 
     def __call__(
-        self, moves: Sequence[ArrayMove], arrays: Sequence[Array], likes: Sequence[Array]
+        self, moves: Sequence[ArrayMove], arrays: Sequence[Array], templates: Sequence[Array]
     ) -> Callable[[Sequence[Array]], list[Array]]:
-        """Return a function that takes arrays in the layouts of `arrays` and returns arrays like `likes`.
+        """Return a function that takes arrays like `arrays` and returns them with the layouts of `templates`.
 
         The returned arrays share no memory with the passed ones. Each device receives only the blocks that it lacks.
 
         Args:
-            moves: For each of `likes`, the positions in `arrays` of the arrays that contain its values.
+            moves: For each of `templates`, the positions in `arrays` of the arrays that contain its values.
             arrays: Arrays with the layouts and dtypes of those that will be moved. Their values are not read.
-            likes: Arrays with the layouts and dtypes of the results. Their values are not read.
+            templates: Arrays with the layouts and dtypes of the results. Their values are not read.
 
         Raises:
             EngineError: The engine cannot send arrays between these devices.
@@ -77,21 +77,21 @@ class Engine(Protocol):
     - `make_variable` and `run_on` give access to the framework's variables and its ambient mesh.
     - `to_numpy` gathers the shards of other processes in the framework's fastest way.
     - `gather_from_processes` lets processes compare values that are not in an array yet.
-    - `make_mover` moves many arrays at once, and sends only what devices lack, which `relayout` cannot.
+    - `make_array_mover` moves many arrays at once, and sends only what devices lack, which `relayout` cannot.
     - `call_with_layout` computes the result of a function in shards, since only the framework can trace it.
 
     Attributes:
         name: The engine's name: `"jax"`, `"tensorflow"`, `"torch"`.
         array_types: The classes of the framework's arrays and of its variables that hold one.
         several_dims: Whether one axis of an array can be sharded over several mesh dims.
-        make_mover: Function that returns a function that moves arrays (see `MakeMover`). `None`: arrays move through
-            the memory of one process.
+        make_array_mover: Function that returns a function that moves arrays (see `MakeArrayMover`). `None`: arrays
+            move through the memory of one process.
     """
 
     name: str
     array_types: tuple[type, ...]
     several_dims: bool
-    make_mover: MakeMover | None
+    make_array_mover: MakeArrayMover | None
 
     def list_device_names(self, device_type: str | None = None) -> tuple[str, ...]:
         """Return the names of all devices of a type (`None`: the default type), in the framework's order.
@@ -128,7 +128,7 @@ class Engine(Protocol):
         ...
 
     def check_dtype(self, name: str, path: str) -> None:
-        """Raise if the framework cannot store this dtype unchanged. This starts nothing, so plans can call it.
+        """Raise if the framework cannot store this dtype unchanged. Nothing is started, so plans can call this.
 
         Args:
             name: The element type, as in `"float32"`.
@@ -150,7 +150,7 @@ class Engine(Protocol):
         ...
 
     def get_layout(self, array: Array) -> Layout | None:
-        """Return the layout of an array, or None for values that are no arrays or on no mesh with named dims."""
+        """Return the layout of an array, or None for other values and for arrays on no mesh with dim names."""
         ...
 
     def find_placement(self, array: Array, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
@@ -212,7 +212,7 @@ class Engine(Protocol):
 
     # Copying takes most of a load's time, so values are read into the array's memory (decisions/0127).
     def get_writable_memory(self, array: Array) -> Sequence[tuple[Index, NumpyArray]]:
-        """Return the index and writable memory of each local shard, or an empty sequence if it is read-only.
+        """Return the index and writable memory of each local shard, or an empty sequence for read-only memory.
 
         Values that are written there are in the array. After writing, the caller must assign the array to itself, so
         that the framework notices the change.

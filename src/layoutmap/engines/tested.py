@@ -51,11 +51,11 @@ def warn_if_untested(package: str) -> None:
     warning = LayoutMapWarning(
         f"{package} {_get_imported_version(package)} is not a release that layoutmap was tested with",
         facts={
-            "tested": f"{package} {_format_tested_range(package)}",
+            "tested": f"{package} {_format_tested_releases(package)}",
             "probed": f"all names of {package} that layoutmap needs exist",
         },
-        why="functions that the library uses may behave differently",
-        fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_format_requirement(package)}"',
+        why="functions that layoutmap uses may behave differently",
+        fix=f'compare the model with one device: lm.check_parity(...); or pip install "{_format_pip_version(package)}"',
     )
     warnings.warn(warning, stacklevel=find_user_stacklevel(TESTED.keys()))
 
@@ -66,9 +66,9 @@ def make_unsupported_error(
     """Return the error for a release without names that layoutmap needs."""
     return error_class(
         f"{package} {_get_imported_version(package)} is not supported",
-        facts={"missing": missing, "tested": f"{package} {_format_tested_range(package)}"},
+        facts={"missing": missing, "tested": f"{package} {_format_tested_releases(package)}"},
         why=f"layoutmap needs names of {package} that this release does not have",
-        fix=f'pip install "{_format_requirement(package)}"',
+        fix=f'pip install "{_format_pip_version(package)}"',
     )
 
 
@@ -116,7 +116,7 @@ def is_older_than(package: str, version: str) -> bool:
     return _parse_version(_get_imported_version(package)) < _parse_version(version)
 
 
-def import_framework_module(package: str, module: str) -> ModuleType:
+def import_module_needing_framework(package: str, module: str) -> ModuleType:
     """Import a module of layoutmap that needs a framework.
 
     Raises:
@@ -131,9 +131,9 @@ def import_framework_module(package: str, module: str) -> ModuleType:
         raise make_unsupported_error(package, error) from error
 
 
-def _format_tested_range(package: str) -> str:
+def _format_tested_releases(package: str) -> str:
     return " to ".join(dict.fromkeys(TESTED[package]))
 
 
-def _format_requirement(package: str) -> str:
+def _format_pip_version(package: str) -> str:
     return f"{package}=={TESTED[package][1]}.*"

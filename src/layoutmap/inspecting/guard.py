@@ -97,7 +97,7 @@ class Guard:
             problems=found.errors,
             facts=facts,
             why="the program sharded, replaced, or changed an array after the plan was made",
-            fix="find the step that does it: guard with every=1; or accept the new layouts as the plan: "
+            fix="find the step that changed it with lm.guard(.., every=1), or accept the new layouts as the plan: "
             "lm.inspect(model).to_json()",
         )
 
@@ -112,9 +112,9 @@ class Guard:
     def callback(self) -> Any:
         """Return a callback for `fit` of Keras that calls the guard after each batch."""
         # Imported here, so that programs without Keras can use guards.
-        from layoutmap.adapters.keras.callback import make_batch_callback
+        from layoutmap.adapters.keras.callback import make_callback_after_each_batch
 
-        return make_batch_callback(self)
+        return make_callback_after_each_batch(self)
 
 
 def guard(

@@ -77,12 +77,12 @@ def _inspect_model(model: object, optimizer: object, batch_dim: BatchDim | None,
     stored = adapter.describe_variables(model, optimizer)
     engine = get_engine(adapter.engine_name)
     placements = _find_placements([each.array for each in stored], engine)
-    context = adapter.find_context(model)
+    context = adapter.find_scope_context(model)
     scope = context if isinstance(context, Scope) else None
     mesh = _find_largest_mesh(placements)
     if scope is not None and _is_same_mesh(scope.plan.mesh, mesh, engine):
         mesh = scope.plan.mesh
-    placements = [_replace_same_mesh(mesh, placement, engine) for placement in placements]
+    placements = [_replace_mesh_if_same(mesh, placement, engine) for placement in placements]
     check_dims_in_mesh("batch_dim", batch_dim, mesh, "the batch is sharded over it")
     placed = [
         PlacedVariable(
@@ -110,8 +110,8 @@ def _inspect_model(model: object, optimizer: object, batch_dim: BatchDim | None,
     plan = Plan(mesh, tuple(assignments), sort_problems(problems), gathered_dims=gathered)
     plan = replace(plan, batches=list_batch_dims(batch_dim) if batch_dim else scope and scope.batches)
     if scope is not None:
-        return _add_scope_plan(plan, scope.plan)
-    return plan.add_problems([*_iterate_unused_dims(plan, batch_dim)])
+        return _merge_with_scope_plan(plan, scope.plan)
+    return plan.add_problems([*_iterate_unused_dim_problems(plan, batch_dim)])
 
 
 def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Placement]:
@@ -126,8 +126,8 @@ def _find_placements(arrays: Sequence[Any], engine: Engine) -> list[Placement]:
     ]
 
 
-def _replace_same_mesh(mesh: Mesh, placement: Placement, engine: Engine) -> Placement:
-    """Return a layout with `mesh` in place of a mesh of the same devices. Return any other placement unchanged."""
+def _replace_mesh_if_same(mesh: Mesh, placement: Placement, engine: Engine) -> Placement:
+    """Return a layout with `mesh` as its mesh if the two meshes are the same. Return other placements unchanged."""
     own = placement.mesh if isinstance(placement, Layout) else None
     if not isinstance(placement, Layout) or own is mesh or not _is_same_mesh(placement.mesh, mesh, engine):
         return placement
@@ -135,14 +135,14 @@ def _replace_same_mesh(mesh: Mesh, placement: Placement, engine: Engine) -> Plac
 
 
 def _is_same_mesh(one: Mesh, other: Mesh, engine: Engine) -> bool:
-    """Return whether two meshes have equal dims and devices. A mesh without listed devices is bound to find them."""
+    """Return whether two meshes have equal dims and devices. A mesh that lists no devices is bound first."""
     if one == other or one.mesh_dims != other.mesh_dims or None not in (one.devices, other.devices):
         return one == other
     return engine.bind_mesh(one).devices == engine.bind_mesh(other).devices
 
 
 def _find_largest_mesh(placements: Sequence[Placement]) -> Mesh:
-    """Return the largest and most used mesh of the placements, or without meshes a mesh of the most used devices."""
+    """Return the largest mesh of the placements. If there is none, return a mesh of the most used devices."""
     counts = Counter(placement.mesh for placement in placements if isinstance(placement, Layout))
     if counts:
         return max(counts, key=lambda mesh: (mesh.size, len(mesh.mesh_dims), counts[mesh]))
@@ -232,7 +232,7 @@ def _iterate_placement_problems(placed: PlacedVariable, mesh: Mesh) -> Iterator[
             yield Problem("uneven", severity, path, what, facts, why, error.fix)
 
 
-def _get_effective_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
+def _get_mesh_and_dims(layout: Layout) -> tuple[Mesh, list[list[str]]]:
     """Return a pair: the mesh of a layout, and for each axis the dims with more than one device that shard the axis."""
     sizes = layout.mesh.dim_sizes
     return layout.mesh, [
@@ -240,17 +240,17 @@ def _get_effective_sharding(layout: Layout) -> tuple[Mesh, list[list[str]]]:
     ]
 
 
-def _add_scope_plan(found: Plan, planned: PlanTable) -> Plan:
+def _merge_with_scope_plan(inspected_plan: Plan, scope_plan: PlanTable) -> Plan:
     """Return the plan with the rules, notes, and problems of the scope that created the model."""
     known: dict[str, list[Assignment]] = {}
-    for each in planned.assignments:
+    for each in scope_plan.assignments:
         known.setdefault(each.variable.path, []).append(each)
     assignments: list[Assignment] = []
     moved_problems: list[Problem] = []
-    for each in found.assignments:
+    for each in inspected_plan.assignments:
         path, shape = each.variable.path, each.variable.shape
         alike = [a for a in known.get(path, ()) if a.variable.shape == shape]
-        same = [a for a in alike if _get_effective_sharding(a.layout) == _get_effective_sharding(each.layout)]
+        same = [a for a in alike if _get_mesh_and_dims(a.layout) == _get_mesh_and_dims(each.layout)]
         if alike and not same:
             facts = ("layout in the scope", str(alike[0].layout)), ("layout now", str(each.layout))
             why = "the program has replaced the array after its scope sharded it"
@@ -263,24 +263,24 @@ def _add_scope_plan(found: Plan, planned: PlanTable) -> Plan:
             if same
             else each
         )
-    order = {a.variable.path: number for number, a in reversed([*enumerate(planned.assignments)])}
+    order = {a.variable.path: number for number, a in reversed([*enumerate(scope_plan.assignments)])}
     assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
     models = {a.variable.model for a in assignments if a.variable.path in known}
-    kept = [p for p in planned.problems if not p.model or p.model in models]
+    kept = [p for p in scope_plan.problems if not p.model or p.model in models]
     # The scope has reported padded variables already, so do not report them as uneven again.
     padded = {a.variable.path for a in assignments if a.is_padded}
-    kept += [p for p in found.problems if p.kind != "uneven" or p.subject not in padded]
+    kept += [p for p in inspected_plan.problems if p.kind != "uneven" or p.subject not in padded]
     return replace(
-        found,
+        inspected_plan,
         assignments=tuple(assignments),
         problems=sort_problems([*kept, *moved_problems]),
-        activations=planned.activations,
-        free_activations=planned.free_activations,
-        layers=planned.layers,
+        activations=scope_plan.activations,
+        free_activations=scope_plan.free_activations,
+        layers=scope_plan.layers,
     )
 
 
-def _iterate_unused_dims(plan: Plan, batch_dim: BatchDim | None) -> Iterator[Problem]:
+def _iterate_unused_dim_problems(plan: Plan, batch_dim: BatchDim | None) -> Iterator[Problem]:
     """Yield a note for each mesh dim that shards neither weights nor batches."""
     for dim in plan.unused_dims:
         if dim.name not in list_batch_dims(batch_dim):

@@ -27,7 +27,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from layoutmap.adapters import TrainingAdapter, get_adapter, get_imported_adapter, require_capability
+from layoutmap.adapters import (
+    TrainingAdapter,
+    get_adapter,
+    get_adapter_of_imported_library,
+    require_capability,
+)
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
@@ -79,7 +84,7 @@ class ParityRow:
         """Whether rounding could explain the difference, as when large terms cancel."""
         return not self.agrees and self.difference <= self.tolerance * self.largest_scale
 
-    def scale_to_rounding(self, rounding: float, times: float = ROUNDINGS) -> ParityRow:
+    def rescale_error_by_rounding(self, rounding: float, times: float = ROUNDINGS) -> ParityRow:
         """Return the row with its error scaled, so that `times` times the effect of rounding is within the tolerance.
 
         Args:
@@ -202,10 +207,10 @@ def check_parity(
         <ParityReport: agrees>
     """
     check_model_function(make_model, layout_map, "check_parity")
-    found = get_adapter(library) if library else get_imported_adapter()
+    found = get_adapter(library) if library else get_adapter_of_imported_library()
     adapter = require_capability(found, TrainingAdapter, "check_parity")
 
-    def make_unsharded() -> Any:
+    def make_seeded_unsharded_model() -> Any:
         adapter.set_seed(seed)
         model = make_unsharded_model(adapter, make_model, layout_map)
         adapter.create_lazy_variables(model, batch)
@@ -225,18 +230,18 @@ def check_parity(
             first = report.first_difference
             if first is None or not first.may_be_rounding:
                 break
-            with_rounding_errors = compare_with_rounding_errors(
+            with_rounding_errors = compare_with_perturbed_model(
                 adapter,
-                make_unsharded(),
-                make_unsharded(),
+                make_seeded_unsharded_model(),
+                make_seeded_unsharded_model(),
                 batch,
                 steps=steps,
                 tolerance=tolerance,
                 left_out=report.only_rounding,
                 seed=draw,
             )
-            rounding = collect_rounding_errors(with_rounding_errors.rows)
-            report = replace(report, rows=scale_rows_to_rounding(report.rows, rounding))
+            rounding = collect_differences_by_position(with_rounding_errors.rows)
+            report = replace(report, rows=rescale_errors_by_rounding(report.rows, rounding))
     first = report.first_difference
     if raises and first is not None:
         raise ParityError(
@@ -246,8 +251,8 @@ def check_parity(
                 "mesh": str(layout_map.mesh),
                 "then": "; ".join(str(r) for r in report.rows if not r.agrees and r is not first)[:300],
             },
-            why=_explain_difference(first, layout_map.mesh),
-            fix=_suggest_fix(first),
+            why=_explain_why_row_differs(first, layout_map.mesh),
+            fix=_suggest_parity_fix(first),
         )
     return report
 
@@ -257,12 +262,14 @@ def make_unsharded_model(
 ) -> Any:
     """Build the model unsharded, on one device of the type that the mesh has, and return it."""
     assert layout_map.mesh is not None  # a map without a mesh builds no model
-    return adapter.make_on_one_device(make_model, get_engine(adapter.engine_name).bind_mesh(layout_map.mesh))
+    return adapter.build_model_on_one_device(
+        make_model, get_engine(adapter.engine_name).bind_mesh(layout_map.mesh)
+    )
 
 
 # The effect of rounding depends on the model, so measure it with a second unsharded model whose values are changed by
 # one rounding error each (decisions/0008).
-def compare_with_rounding_errors(
+def compare_with_perturbed_model(
     adapter: TrainingAdapter,
     model: Any,
     perturbed_model: Any,
@@ -300,20 +307,21 @@ def compare_with_rounding_errors(
     )
 
 
-def collect_rounding_errors(rows: Sequence[ParityRow]) -> dict[tuple[str, int], float]:
-    """Return the differences of rows from `compare_with_rounding_errors`, by stage and position in the stage."""
-    return {position: row.difference for position, row in _iterate_positioned_rows(rows)}
+def collect_differences_by_position(rows: Sequence[ParityRow]) -> dict[tuple[str, int], float]:
+    """Return a dict from the stage of each row, and its position in the stage, to the row's difference."""
+    return {position: row.difference for position, row in _iterate_rows_with_position(rows)}
 
 
-def scale_rows_to_rounding(
+def rescale_errors_by_rounding(
     rows: Sequence[ParityRow], rounding: Mapping[tuple[str, int], float], times: float = ROUNDINGS
 ) -> tuple[ParityRow, ...]:
-    """Return rows with their errors rescaled by the measured effect of rounding."""
-    positioned = _iterate_positioned_rows(rows)
-    return tuple(row.scale_to_rounding(rounding.get(key, 0.0), times) for key, row in positioned)
+    """Return rows with errors reduced as far as the measured effect of rounding can explain them."""
+    positioned = _iterate_rows_with_position(rows)
+    return tuple(row.rescale_error_by_rounding(rounding.get(key, 0.0), times) for key, row in positioned)
 
 
-def _iterate_positioned_rows(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], ParityRow]]:
+def _iterate_rows_with_position(rows: Sequence[ParityRow]) -> Iterator[tuple[tuple[str, int], ParityRow]]:
+    """Yield each row after a pair of its stage and its position in the stage."""
     # Match rows by position, because unnamed layers have different names in each build.
     counts = Counter[str]()
     for row in rows:
@@ -346,17 +354,17 @@ def compare_models(
             the same model; `None`: those whose gradients are only rounding in this comparison.
     """
     losses: list[tuple[float, float]] = []
-    missing: list[str] = []
-    rounding: dict[str, npt.NDArray[np.bool_]] = {}
+    not_compared: list[str] = []
+    masks: dict[str, npt.NDArray[np.bool_]] = {}
     # Match variables by order, because unnamed layers have different names in each build.
     known = None if left_out is None else list(left_out.values())
     batches = batch, batch if other_batch is None else other_batch
     rows = tuple(
         _compare_stages(
-            adapter, unsharded, sharded, batches, steps, tolerance, known, losses, missing, rounding
+            adapter, unsharded, sharded, batches, steps, tolerance, known, losses, not_compared, masks
         )
     )
-    return ParityReport(rows, tuple(losses), tuple(missing), rounding)
+    return ParityReport(rows, tuple(losses), tuple(not_compared), masks)
 
 
 def _check_no_shared_variables(adapter: TrainingAdapter, unsharded: object, sharded: object) -> None:
@@ -384,8 +392,8 @@ def _compare_stages(
     tolerance: float,
     left_out: Sequence[npt.NDArray[np.bool_]] | None,
     losses: list[tuple[float, float]],
-    missing: list[str],
-    rounding: dict[str, npt.NDArray[np.bool_]],
+    not_compared: list[str],
+    masks: dict[str, npt.NDArray[np.bool_]],
 ) -> Iterator[ParityRow]:
     yield from compare_variables(adapter, "weights", unsharded, sharded, 0.0)
     batch, other_batch = batches
@@ -399,15 +407,15 @@ def _compare_stages(
         return
     logs, gradients = adapter.gradients(unsharded, batch)
     other_logs, other_gradients = adapter.gradients(sharded, other_batch)
-    yield from compare_logs("loss", logs, other_logs, tolerance)
+    yield from compare_logged_numbers("loss", logs, other_logs, tolerance)
     if not logs:
-        missing.append("losses, since the model's train_step logs no number")
+        not_compared.append("losses, since the model's train_step logs no number")
     pairs = zip(other_gradients.items(), gradients.values(), strict=True)
     found = [(path, a, b) for (path, b), a in pairs if a is not None and b is not None]
     without = [path for path in other_gradients if path not in {each for each, _, _ in found}]
     if without:
         some = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-        missing.append(
+        not_compared.append(
             f"gradients of {some}, since the model's train_step passes them to no optimizer of the model"
         )
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
@@ -420,21 +428,21 @@ def _compare_stages(
         perturbed_gradients = dict(zip(other_gradients, again.values(), strict=True))
     for number, (path, gradient, actual) in enumerate(found):
         row = _compare_arrays("gradient", path, gradient, actual, tolerance, largest_scale=largest)
-        yield row if row.agrees else replace(row, factor=_find_factor(gradient, actual, tolerance))
+        yield (row if row.agrees else replace(row, factor=_find_scale_factor(gradient, actual, tolerance)))
         if left_out is None:
             tiny = perturbed_gradients.get(path) if _can_be_rounding(gradient, actual, largest) else None
-            rounding[path] = _mask_rounding_elements(gradient, actual, tiny)
+            masks[path] = _mask_rounding_elements(gradient, actual, tiny)
         else:
-            rounding[path] = left_out[number]
+            masks[path] = left_out[number]
     for step in range(1, steps + 1):
         logs, other_logs = adapter.train_step(unsharded, batch), adapter.train_step(sharded, other_batch)
         if "loss" in logs and "loss" in other_logs:
             losses.append((logs["loss"], other_logs["loss"]))
-        yield from compare_logs(f"step {step}", logs, other_logs, tolerance)
-        yield from compare_variables(adapter, f"step {step}", unsharded, sharded, tolerance, rounding)
+        yield from compare_logged_numbers(f"step {step}", logs, other_logs, tolerance)
+        yield from compare_variables(adapter, f"step {step}", unsharded, sharded, tolerance, masks)
 
 
-def compare_logs(
+def compare_logged_numbers(
     stage: str, expected: Mapping[str, float], actual: Mapping[str, float], tolerance: float
 ) -> Iterator[ParityRow]:
     """Yield a row for each number that two steps logged. A number that is in only one log counts as different."""
@@ -464,7 +472,7 @@ def compare_variables(
     unsharded: object,
     sharded: object,
     tolerance: float,
-    rounding: Mapping[str, npt.NDArray[np.bool_]] | None = None,
+    masks: Mapping[str, npt.NDArray[np.bool_]] | None = None,
 ) -> Iterator[ParityRow]:
     """Yield a row for each variable of two models, under its path in the sharded model."""
     # Pair variables by order, because the unsharded model numbers its unnamed layers differently.
@@ -478,7 +486,7 @@ def compare_variables(
         )
     for (path, variable), unsharded_variable in zip(ours.items(), theirs.values(), strict=True):
         expected, actual = adapter.read(unsharded_variable), adapter.read(variable)
-        left_out = _find_rounding_mask(path, expected.shape, rounding or {})
+        left_out = _find_rounding_mask(path, expected.shape, masks or {})
         if left_out is not None and expected.shape == actual.shape:
             actual = cast("NumpyArray", np.where(left_out, expected, actual))
         count = 0 if left_out is None else int(left_out.sum())
@@ -486,19 +494,19 @@ def compare_variables(
 
 
 def _find_rounding_mask(
-    path: str, shape: tuple[int, ...], rounding: Mapping[str, npt.NDArray[np.bool_]]
+    path: str, shape: tuple[int, ...], masks: Mapping[str, npt.NDArray[np.bool_]]
 ) -> npt.NDArray[np.bool_] | None:
-    """Return a mask of a variable's elements with only rounding error as gradient, or None if there are none."""
-    found = rounding.get(path)
+    """Return the mask of the elements of a variable with only rounding error as gradient, or None if there are none."""
+    found = masks.get(path)
     if found is None:
-        found = next((m for weight, m in rounding.items() if path.startswith(f"optimizer.{weight}.")), None)
+        found = next((m for weight, m in masks.items() if path.startswith(f"optimizer.{weight}.")), None)
     return found if found is not None and found.shape == shape and found.any() else None
 
 
-def _can_be_rounding(expected: NumpyArray, actual: NumpyArray, largest: float) -> bool:
+def _can_be_rounding(expected: NumpyArray, actual: NumpyArray, largest_gradient: float) -> bool:
     """Return whether a gradient is so small that all of it may be rounding error of the model's largest gradient."""
     size = max(float(np.max(np.abs(each), initial=0.0)) for each in (expected, actual))
-    return 0 < size < 10 * _EPSILON * largest
+    return 0 < size < 10 * _EPSILON * largest_gradient
 
 
 def _compute_perturbed_gradients(
@@ -566,7 +574,7 @@ def _compare_arrays(
     return replace(row, error=error, difference=difference, largest_scale=largest_scale)
 
 
-def _find_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
+def _find_scale_factor(expected: NumpyArray, actual: NumpyArray, tolerance: float) -> float | None:
     """Return the factor between two proportional arrays, or None if they are not proportional or the factor is 1."""
     if expected.shape != actual.shape or not np.any(expected):
         return None
@@ -590,7 +598,7 @@ def _flatten_outputs(outputs: object) -> list[NumpyArray]:
     return [array for part in parts for array in _flatten_outputs(part)]
 
 
-def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
+def _explain_why_row_differs(row: ParityRow, mesh: Mesh | None) -> str:
     if row.stage == "weights":
         return "initial values must be equal bit for bit, but the models used different seeds or initializers"
     if _is_likely_rounding(row):
@@ -600,7 +608,7 @@ def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
         )
     if row.stage == "forward":
         return "the weights were equal and the outputs are not: some operation is wrong under its layouts"
-    if mesh is not None and row.factor is not None and (dims := _find_dims_of_factor(mesh, row.factor)):
+    if mesh is not None and row.factor is not None and (dims := _find_dims_of_size(mesh, row.factor)):
         return (
             f"the outputs were equal and each element of this gradient is {row.factor:.3g} times the unsharded one, "
             f"the size of the mesh in {dims}: a sum over the mesh adds equal copies"
@@ -610,7 +618,7 @@ def _explain_difference(row: ParityRow, mesh: Mesh | None) -> str:
     return "gradients were equal and the step is not: the optimizer's state or its order of updates differs"
 
 
-def _find_dims_of_factor(mesh: Mesh, factor: float) -> str:
+def _find_dims_of_size(mesh: Mesh, factor: float) -> str:
     """Return the fewest mesh dims, as text, with sizes that multiply to a factor or its inverse, or an empty string."""
     names = [name for name in mesh.dim_names if mesh.dim_size(name) > 1]
     for number in range(1, len(names) + 1):
@@ -625,7 +633,7 @@ def _is_likely_rounding(row: ParityRow) -> bool:
     return row.stage != "weights" and row.factor is None and row.error < _LARGEST_ROUNDING
 
 
-def _suggest_fix(row: ParityRow) -> str:
+def _suggest_parity_fix(row: ParityRow) -> str:
     look = "call with raises=False and look at the report's rows"
     if _is_likely_rounding(row):
         return f"{look}; if all are as small, allow that with tolerance=, or compare in float64"

@@ -89,7 +89,7 @@ def find_replica_differences(
                 Problem("differs", "error", path, what, _format_facts(make_process_facts(texts)), why, fix)
             )
         shards = [shard for each in by_process for shard in each.get(path, ("", []))[1]]
-        found += _iterate_drifted_replicas(path, shards)
+        found += _iterate_drift_problems(path, shards)
     return found
 
 
@@ -106,7 +106,7 @@ def _iterate_shard_checksums(
         yield device, shard_names[device] if shard_names else "", compute_checksum(values)
 
 
-def _iterate_drifted_replicas(path: str, shards: Sequence[Sequence[Any]]) -> Iterator[Problem]:
+def _iterate_drift_problems(path: str, shards: Sequence[Sequence[Any]]) -> Iterator[Problem]:
     """Yield a problem if devices that store the same shard of a variable have different checksums of it."""
     by_shard: dict[str, dict[int, list[str]]] = {}
     for device, shard, checksum in shards:

@@ -9,7 +9,7 @@ from layoutmap.core.text_table import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of a plan with which each device needs less memory.
+    """A change of a plan that reduces the memory that each device needs.
 
     Args:
         what: The change in words.
@@ -30,14 +30,14 @@ class Advice:
         fits = "fits" if self.needed_bytes <= available_bytes else "not enough"
         return f"{', '.join(filter(None, (format_bytes(self.needed_bytes), fits, self.step)))}: {self.what}"
 
-    def format_text(self, available_bytes: int, *, as_command: bool = False, refused: str = "") -> str:
+    def format_text(self, available_bytes: int, *, as_command: bool = False, excluded: str = "") -> str:
         """Return the headline, and on lines below it the Python code or the command-line options to type.
 
         Args:
             available_bytes: The memory of a device.
             as_command: Whether to write the change for the command line, if it can be expressed there.
-            refused: An option that the command does not accept for this model.
+            excluded: An option that the command does not accept for this model.
         """
-        can = self.command and not (refused and refused in self.command)
+        can = self.command and not (excluded and excluded in self.command)
         typed = self.python if not as_command else self.command if can else f"in Python: {self.python}"
         return "\n  ".join([self.format_headline(available_bytes), *typed.splitlines()])

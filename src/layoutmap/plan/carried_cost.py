@@ -53,7 +53,7 @@ class PlanCost(Protocol):
         ...
 
     @property
-    def held(self) -> Sequence[PeakTensors]:
+    def peak_tensors(self) -> Sequence[PeakTensors]:
         """The tensors on a device at the peak of a step, without the variables and the batch."""
         ...
 

@@ -17,7 +17,7 @@ NOT_BUILT = "not built"
 """The kind of the problem that layers have no weights yet."""
 
 
-def make_unbuilt_problem(model: str, layers: Sequence[str], *, called: bool) -> Problem:
+def make_unbuilt_layers_problem(model: str, layers: Sequence[str], *, called: bool) -> Problem:
     """Return the problem for layers that had no weights when the plan was made.
 
     Args:
@@ -36,13 +36,13 @@ def make_unbuilt_problem(model: str, layers: Sequence[str], *, called: bool) -> 
     return Problem("not built", "warning", model, f"{model}: {what}" if model else what, why=why, fix=fix)
 
 
-def find_unbuilt_problem(plan: PlanTable) -> Problem | None:
+def find_unbuilt_layers_problem(plan: PlanTable) -> Problem | None:
     """Return the problem that the plan lacks weights of unbuilt layers, or None if the plan is complete.
 
     A plan without any weight is always incomplete, because a check of it in CI would pass for every model.
     """
     recorded = next((problem for problem in plan.problems if problem.kind == NOT_BUILT), None)
-    return recorded if recorded or has_weights(plan) else make_unbuilt_problem("", (), called=False)
+    return recorded if recorded or has_weights(plan) else make_unbuilt_layers_problem("", (), called=False)
 
 
 def has_weights(plan: PlanTable) -> bool:

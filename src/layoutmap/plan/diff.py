@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from layoutmap.core.errors import format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import Match
-from layoutmap.core.paths import format_merged_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.text_table import format_bytes, format_html_table, format_table
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_variable_names
 from layoutmap.plan.carried_cost import load_cost_package
-from layoutmap.plan.completeness import find_unbuilt_problem
+from layoutmap.plan.completeness import find_unbuilt_layers_problem
 from layoutmap.plan.table import PlanTable
 
 COST_COLUMNS = ("of a step", "before", "after")
@@ -105,7 +105,7 @@ class PlanDiff:
         lacking = [
             f"; the plan {name} is incomplete: {missing.what}"
             for name, plan in (("before", self.before), ("after", self.after))
-            if (missing := find_unbuilt_problem(plan))
+            if (missing := find_unbuilt_layers_problem(plan))
         ]
         known = " among the variables that are known" if lacking else ""
         return (format_count(len(self), "change") + sizes if self else "no change" + known) + "".join(lacking)
@@ -124,13 +124,13 @@ class PlanDiff:
             key = (
                 (slot, change.what)
                 if slot
-                else (split_at_numbers(change.path), change.what, change.before, change.after)
+                else (split_path_at_numbers(change.path), change.what, change.before, change.after)
             )
             groups.setdefault(key, []).append(change)
-        return [(len(group), _merge_change_group(group)) for group in groups.values()]
+        return [(len(group), _merge_equal_changes(group)) for group in groups.values()]
 
 
-def _merge_change_group(group: list[Change]) -> Change:
+def _merge_equal_changes(group: list[Change]) -> Change:
     """Return one change that stands for a group of changes, with a merged path."""
     first = group[0]
     if first.weight:
@@ -146,18 +146,18 @@ def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
     changes: list[Change] = []
     if before.mesh.mesh_dims != after.mesh.mesh_dims:
         changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))
-    changes += _mark_slot_changes([*_diff_variables(_index_by_key(before), _index_by_key(after))])
-    changes += _diff_outputs(before.activations, after.activations)
-    changes += _diff_unplaced_arrays(before, after)
+    changes += _mark_slot_changes([*_iterate_variable_changes(_index_by_key(before), _index_by_key(after))])
+    changes += _iterate_output_changes(before.activations, after.activations)
+    changes += _iterate_unplaced_array_changes(before, after)
     return PlanDiff(before, after, tuple(changes))
 
 
 def _index_by_key(plan: PlanTable) -> dict[tuple[str, str], Assignment]:
-    """Return the assignments of a plan by the model and path of their variable."""
+    """Return a dict from the model and path of each variable of a plan to its assignment."""
     return {a.variable.key: a for a in plan.assignments}
 
 
-def _diff_variables(
+def _iterate_variable_changes(
     before: dict[tuple[str, str], Assignment], after: dict[tuple[str, str], Assignment]
 ) -> Iterator[tuple[VariableSpec, Change]]:
     """Yield each variable that is added, removed, or changed, with its change."""
@@ -186,7 +186,7 @@ def _diff_variables(
 
 
 def _mark_slot_changes(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
-    """Yield the changes. Those of slots that change in the same way as their weight have `weight` set."""
+    """Yield the changes. If a slot changes in the same way as its weight, set the field `weight` of its change."""
     of_weights = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
     for v, c in changes:
         follows = v.kind is Kind.SLOT and (v.model, v.parent, c.what, c.before, c.after) in of_weights
@@ -199,7 +199,7 @@ def _format_assignment(assignment: Assignment) -> str:
     return f"{variable.dtype}{list(variable.shape)} {assignment.layout}"
 
 
-def _diff_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[Change]:
+def _iterate_output_changes(before: Iterable[Match], after: Iterable[Match]) -> Iterator[Change]:
     """Yield the changes of the layouts of layer outputs."""
     old, new = ({match.path: str(match.layout) for match in matches} for matches in (before, after))
     for path in dict.fromkeys((*old, *new)):
@@ -207,7 +207,7 @@ def _diff_outputs(before: Iterable[Match], after: Iterable[Match]) -> Iterator[C
             yield Change(path, "output", old.get(path, ""), new.get(path, ""))
 
 
-def _diff_unplaced_arrays(before: PlanTable, after: PlanTable) -> Iterator[Change]:
+def _iterate_unplaced_array_changes(before: PlanTable, after: PlanTable) -> Iterator[Change]:
     """Yield the changes of arrays that have no layout on the mesh of a plan, such as arrays on one device."""
     old, new = (
         {

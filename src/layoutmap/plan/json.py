@@ -39,19 +39,19 @@ from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import replace_unsharded_by_none
 from layoutmap.core.uneven import UnevenSetting
-from layoutmap.core.variables import Assignment, Kind, Use, VariableSpec, get_itemsize
+from layoutmap.core.variables import Assignment, AxesUse, Kind, VariableSpec, get_itemsize
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.json_fields import (
     MAX_COUNT,
     Count,
     Number,
-    PlanObject,
-    PlanRow,
-    convert_json,
-    convert_json_values,
+    PlanJsonList,
+    PlanJsonObject,
+    convert_json_to_type,
+    convert_json_values_to_type,
     load_json_without_repeated_keys,
-    make_file_error,
-    make_json_type_error,
+    make_plan_file_error,
+    make_plan_file_type_error,
 )
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
@@ -62,7 +62,7 @@ VERSION = 3
 _OTHERWISE = Match("", None).otherwise
 _ERROR: UnevenSetting = "error"  # the default policy for uneven axes, which is not written
 _DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*(<[a-z0-9_]+>)?")  # also matches JAX PRNG keys: key<fry>
-_ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # role of an axis; see `Use`
+_ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # role of an axis; see `AxesUse`
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # an unpaired surrogate, which no encoding can write
 
 
@@ -108,14 +108,14 @@ def plan_from_json(text: str) -> PlanTable:
     """
     data = load_json_without_repeated_keys(text)
     if not isinstance(data, dict) or cast("dict[str, Any]", data).get("format") != FORMAT:
-        raise make_file_error("the file is not a plan", f'it does not have "format": "{FORMAT}"')
+        raise make_plan_file_error("the file is not a plan", f'it does not have "format": "{FORMAT}"')
     version = cast("dict[str, Any]", data).get("version")
     if type(version) is not int or version not in range(1, VERSION + 1):
         why = f"this layoutmap reads versions 1 to {VERSION}"
-        raise make_file_error(
+        raise make_plan_file_error(
             f"version {shorten_repr(version)} is not known", why, "write it again with this layoutmap"
         )
-    top = convert_json(cast("Any", data), _PlanJson)
+    top = convert_json_to_type(cast("Any", data), _PlanJson)
     mesh = _read_mesh(top.mesh)
     plan = PlanTable(
         mesh,
@@ -130,18 +130,18 @@ def plan_from_json(text: str) -> PlanTable:
     if version == 2 or top.cost is not None:
         if top.collectives is None or top.cost is None:
             name = "collectives" if top.collectives is None else "cost"
-            raise make_file_error(f"plan has no {name!r}", "a plan with a cost has this entry")
+            raise make_plan_file_error(f"plan has no {name!r}", "a plan with a cost has this entry")
         plan = plan.add_cost(load_cost_package().read_cost(top.cost, top.collectives, mesh))
     elif top.collectives is not None:
-        raise make_file_error(
-            "plan: 'collectives' is not known", "only plans with a cost have it", "delete it"
+        raise make_plan_file_error(
+            "plan: 'collectives' is not known", "only plans with a cost have this key", "delete this key"
         )
     at: dict[tuple[str, str], int] = {}
     for i, variable in enumerate(a.variable for a in plan.assignments):
         first = at.setdefault((variable.model, variable.path), i)
         if first != i:
             why = f"variables[{first}] has the same path, and a plan has each variable once"
-            raise make_file_error(
+            raise make_plan_file_error(
                 f"variables[{i}]: {variable.path!r} appears twice", why, "delete one of the two"
             )
     return plan
@@ -196,7 +196,7 @@ def _format_json_list(items: Sequence[str]) -> str:
 
 
 def _get_dim_sizes(mesh: Mesh) -> dict[str, int]:
-    """Return the sizes of a mesh's dims by name."""
+    """Return a dict from the name of each mesh dim to its size."""
     return dict(zip(mesh.dim_names, mesh.shape, strict=True))
 
 
@@ -266,7 +266,7 @@ def _convert_verdict_to_json(plan: PlanTable) -> dict[str, Any]:
     """Return the JSON fields of the verdict on a plan."""
     verdict = judge_plan(plan)
     fields = dataclasses.asdict(verdict)
-    del fields["num_findings"]  # lint reads the plan, so it is no part of it
+    del fields["num_findings"]  # only lint counts findings, and it reads a finished plan
     return {"passes": verdict.passes, "says": verdict.headline} | fields
 
 
@@ -284,7 +284,7 @@ _Shape = tuple[Number, ...]
 _Memory = Literal["device", "pinned_host", "unpinned_host"]
 
 
-class _RuleJson(PlanRow):
+class _RuleJson(PlanJsonList):
     number: Count
     pattern: str
     layout: _Specs
@@ -292,7 +292,7 @@ class _RuleJson(PlanRow):
     memory: _Memory | None = None
 
 
-class _MatchJson(PlanObject):
+class _MatchJson(PlanJsonObject):
     path: str
     rule: tuple[Count, str] | msgspec.UnsetType | None = msgspec.UNSET
     asked: _Specs | None = None
@@ -325,7 +325,7 @@ class _VariableJson(_MatchJson, kw_only=True):
     padded: bool = False
 
 
-class _ProblemJson(PlanObject, kw_only=True):
+class _ProblemJson(PlanJsonObject, kw_only=True):
     kind: str = ""
     severity: Severity
     subject: str
@@ -336,14 +336,14 @@ class _ProblemJson(PlanObject, kw_only=True):
     model: str = ""
 
 
-class _MeshJson(PlanObject):
+class _MeshJson(PlanJsonObject):
     dims: dict[str, Any]
     name: str = ""
     devices: tuple[str, ...] | None = None
     explicit_dims: tuple[str, ...] = ()
 
 
-class _PlanJson(PlanObject):
+class _PlanJson(PlanJsonObject):
     format: str
     version: int
     mesh: _MeshJson
@@ -360,25 +360,25 @@ class _PlanJson(PlanObject):
 
 
 def _read_mesh(fields: _MeshJson) -> Mesh:
-    dims = convert_json_values(fields.dims, Number, "mesh.dims")
+    dims = convert_json_values_to_type(fields.dims, Number, "mesh.dims")
     try:
         types = dict.fromkeys(fields.explicit_dims, "explicit")
         return Mesh(fields.devices, dims, fields.name, axis_types=types)
     except LayoutMapError as error:
-        raise make_file_error(f"mesh: {error.what}", error.why, error.fix) from error
+        raise make_plan_file_error(f"mesh: {error.what}", error.why, error.fix) from error
 
 
 def _read_layout(specs: _Specs, where: str, mesh: Mesh, memory: str | None = None) -> Layout:
     try:
         return Layout(specs, mesh, memory=memory)
     except LayoutMapError as error:
-        raise make_file_error(f"{where}: {error.what}", error.why, error.fix) from error
+        raise make_plan_file_error(f"{where}: {error.what}", error.why, error.fix) from error
 
 
-def _check_variable(fields: _VariableJson, where: str) -> None:
+def _check_variable_fields(fields: _VariableJson, where: str) -> None:
     for name in ("shape", "parent_shape"):
         if math.prod(n for n in getattr(fields, name) or () if n) > MAX_COUNT:
-            raise make_json_type_error(
+            raise make_plan_file_type_error(
                 f"{where}.{name}", getattr(fields, name), "a shape: it has too many elements"
             )
     try:
@@ -386,25 +386,27 @@ def _check_variable(fields: _VariableJson, where: str) -> None:
             raise TypeError
         get_itemsize(fields.dtype)
     except (TypeError, ValueError):
-        raise make_json_type_error(f"{where}.dtype", fields.dtype, "a dtype") from None
+        raise make_plan_file_type_error(f"{where}.dtype", fields.dtype, "a dtype") from None
     for i, role in enumerate(fields.use or ()):
         if not _ROLE.fullmatch(role):
             fix = 'use "in.0", "out.0", "rows" or ""'
-            raise make_file_error(f"{where}.use[{i}] is not an axis role", f"it is {shorten_repr(role)}", fix)
+            raise make_plan_file_error(
+                f"{where}.use[{i}] is not an axis role", f"it is {shorten_repr(role)}", fix
+            )
     for name in ("use", "axes"):
         values = getattr(fields, name)
         if values is not None and len(values) != len(fields.shape):
             why = f"it has entries for {len(values)} axes, and the shape has {len(fields.shape)}"
-            raise make_file_error(f"{where}.{name} does not fit the shape", why)
+            raise make_plan_file_error(f"{where}.{name} does not fit the shape", why)
     if fields.use is None and fields.head_size is not None:
-        raise make_file_error(
-            f"{where}: 'head_size' is not known", "only a variable with a use has one", "delete it"
+        raise make_plan_file_error(
+            f"{where}: 'head_size' is not known", "only a variable with 'use' has it", "delete this key"
         )
 
 
 def _read_variable(fields: _VariableJson, where: str, mesh: Mesh) -> Assignment:
-    _check_variable(fields, where)
-    use = None if fields.use is None else Use(fields.use, fields.head_size)
+    _check_variable_fields(fields, where)
+    use = None if fields.use is None else AxesUse(fields.use, fields.head_size)
     variable = VariableSpec(
         fields.path,
         fields.shape,
@@ -429,13 +431,13 @@ def _read_variable(fields: _VariableJson, where: str, mesh: Mesh) -> Assignment:
         or fields.near_misses
         or (fields.uneven, fields.otherwise, fields.rule_memory) != (_ERROR, _OTHERWISE, None)
     ):
-        raise make_file_error(f"{where} has no 'rule'", "its other fields describe a rule")
+        raise make_plan_file_error(f"{where} has no 'rule'", "its other fields describe a rule")
     return Assignment(variable, layout, match, fields.global_init, fields.padded)
 
 
 def _read_activation(fields: _ActivationJson, where: str, mesh: Mesh) -> Match:
     if fields.rule is msgspec.UNSET:
-        raise make_file_error(f"{where} has no 'rule'", "every entry of 'activations' has one")
+        raise make_plan_file_error(f"{where} has no 'rule'", "every activation has a rule or null")
     layout = None if fields.layout is None else _read_layout(fields.layout, f"{where}.layout", mesh)
     return _read_match(fields, where, mesh, layout)
 
@@ -445,7 +447,7 @@ def _read_match(fields: _MatchJson, where: str, mesh: Mesh, layout: Layout | Non
     if isinstance(fields.rule, tuple):
         asked = layout if fields.asked is None else _read_layout(fields.asked, f"{where}.asked", mesh)
         if asked is None:
-            raise make_file_error(f"{where} has no 'layout'", "every entry with a rule has one")
+            raise make_plan_file_error(f"{where} has no 'layout'", "every entry with a rule has a layout")
         rule = Rule(*fields.rule, asked.replace_memory(fields.rule_memory), fields.uneven)
     others = tuple(
         Rule(r.number, r.pattern, _read_layout(r.layout, f"{where}.others[{i}][2]", mesh, r.memory), r.uneven)

@@ -33,29 +33,29 @@ _WANTED = (  # patterns in messages of msgspec, each with the expected value to 
 
 
 # msgspec also checks names and types of fields, so no code for that is needed (decisions/0190).
-class PlanObject(msgspec.Struct, forbid_unknown_fields=True):
+class PlanJsonObject(msgspec.Struct, forbid_unknown_fields=True):
     """Base class of the structs for objects in a plan's JSON. Unknown fields are refused."""
 
 
-class PlanRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class PlanJsonList(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Base class of the structs that are lists in a plan's JSON, with a type for each position."""
 
 
-def make_file_error(what: str, why: str, fix: str = "write it with plan.to_json()") -> PlanError:
+def make_plan_file_error(what: str, why: str, fix: str = "write it with plan.to_json()") -> PlanError:
     """Return, but do not raise, the error for an invalid plan file."""
     return PlanError(f"plan file: {what}", why=why, fix=fix)
 
 
-def make_json_type_error(where: str, value: Any, expected: str) -> PlanError:
+def make_plan_file_type_error(where: str, value: Any, expected: str) -> PlanError:
     """Return, but do not raise, the error for a value of the wrong type at a position in a plan file."""
-    return make_file_error(f"{where} is not {expected}", f"it is {shorten_repr(value)}")
+    return make_plan_file_error(f"{where} is not {expected}", f"it is {shorten_repr(value)}")
 
 
 def load_json_without_repeated_keys(text: str) -> Any:
     """Return the data of a JSON text, and raise if it is not JSON or an object has a key twice."""
     repeated_keys: list[tuple[dict[str, Any], str]] = []
 
-    def make_dict_and_note_repeated_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def make_dict_and_record_repeated_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             keys = [key for key, _ in pairs]
@@ -63,20 +63,20 @@ def load_json_without_repeated_keys(text: str) -> Any:
         return found
 
     try:
-        data = json.loads(text, object_pairs_hook=make_dict_and_note_repeated_key)
+        data = json.loads(text, object_pairs_hook=make_dict_and_record_repeated_key)
         repeated = [(_find_json_path(data, found, "plan"), key) for found, key in repeated_keys]
     except (ValueError, TypeError) as error:
-        raise make_file_error("the file is not JSON", str(error)) from error
+        raise make_plan_file_error("the file is not JSON", str(error)) from error
     except RecursionError:
-        raise make_file_error("the file is not the JSON of a plan", "it is nested too deeply") from None
+        raise make_plan_file_error("the file is not the JSON of a plan", "it is nested too deeply") from None
     for where, key in repeated:
         if where:
             why = "one key has one value"
-            raise make_file_error(f"{where}: key {key!r} appears twice", why, "delete one of the two")
+            raise make_plan_file_error(f"{where}: key {key!r} appears twice", why, "delete one of the two")
     return data
 
 
-def convert_json(data: Any, target_type: type[T], where: str = "") -> T:
+def convert_json_to_type(data: Any, target_type: type[T], where: str = "") -> T:
     """Return a part of a plan's JSON as an object of a type.
 
     Args:
@@ -91,7 +91,7 @@ def convert_json(data: Any, target_type: type[T], where: str = "") -> T:
         return msgspec.convert(data, target_type)
     except UnicodeEncodeError as error:  # msgspec fails to encode a key or text with an unpaired surrogate
         found = shorten_repr(error.object)
-        raise make_file_error(
+        raise make_plan_file_error(
             f"{where or 'plan'}: {found} is not text",
             "it has an unpaired surrogate, which no encoding can write",
         ) from error
@@ -104,31 +104,31 @@ def convert_json(data: Any, target_type: type[T], where: str = "") -> T:
         raise _make_conversion_error(what, at, data) from error
 
 
-def convert_json_values(data: dict[str, Any], target_type: Any, where: str) -> dict[str, Any]:
-    """Convert the values of a JSON object to a type, and return them by key. Errors name the key, unlike msgspec's."""
-    return {name: convert_json(value, target_type, f"{where}.{name}") for name, value in data.items()}
+def convert_json_values_to_type(data: dict[str, Any], target_type: Any, where: str) -> dict[str, Any]:
+    """Return a JSON object with its values converted to a type. Unlike errors of msgspec, errors name the key."""
+    return {name: convert_json_to_type(value, target_type, f"{where}.{name}") for name, value in data.items()}
 
 
 def _make_conversion_error(what: str, where: str, value: Any) -> PlanError:
     """Return the error to raise for a value that msgspec refused. `what` is the message of msgspec."""
     field = re.search("field `(.*)`", what)
     if field and "missing" in what:
-        return make_file_error(f"{where} has no {field[1]!r}", "this field is required")
+        return make_plan_file_error(f"{where} has no {field[1]!r}", "this field is required")
     if field:
-        kinds = PlanObject.__subclasses__()
+        kinds = PlanJsonObject.__subclasses__()
         kinds += [each for kind in kinds for each in kind.__subclasses__()]
         known = {name for each in kinds for name in each.__struct_fields__}
         near = difflib.get_close_matches(field[1], sorted(known - {field[1]}), 1)
         fix = f"did you mean {near[0]!r}?" if near else "delete it, or use the layoutmap that wrote it"
-        return make_file_error(
+        return make_plan_file_error(
             f"{where}: {shorten_repr(field[1])} is not known", "a plan has no such key", fix
         )
     if what.startswith("Invalid enum value"):
-        return make_file_error(f"{where} is not known", f"it is {shorten_repr(value)}")
+        return make_plan_file_error(f"{where} is not known", f"it is {shorten_repr(value)}")
     for pattern, expected in _WANTED:
         if found := re.search(pattern, what.partition(", got")[0]):
-            return make_json_type_error(where, value, found.expand(expected))
-    return make_file_error(f"{where}: {what}", f"it is {shorten_repr(value)}")
+            return make_plan_file_type_error(where, value, found.expand(expected))
+    return make_plan_file_error(f"{where}: {what}", f"it is {shorten_repr(value)}")
 
 
 def _find_json_path(data: Any, expected: Any, where: str) -> str:

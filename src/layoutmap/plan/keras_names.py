@@ -9,8 +9,8 @@ from layoutmap.core.variables import Kind
 from layoutmap.plan.table import PlanTable
 
 
-def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
-    """Return the layouts of all variables except slots, by their name in Keras, which is `variable.path`.
+def collect_layouts_by_keras_name(plan: PlanTable) -> dict[str, Layout]:
+    """Return a dict from Keras's name (`variable.path`) of each variable that is not a slot to its layout.
 
     Raises:
         PlanError: The plan has errors, or Keras's layout map cannot express some of it.
@@ -28,7 +28,7 @@ def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
         name, layout = assignment.variable.name.removeprefix(KERAS), assignment.layout
         if assignment.variable.kind is Kind.SLOT:
             if assignment.variable.axes is None or layout.is_fully_replicated():
-                continue  # Keras gives these their weight's layout or replicates them, so they need no entry
+                continue  # Keras gives these slots their weight's layout or replicates them, so they need no entry
             raise _make_inexpressible_error(
                 f"the layout {layout} of an optimizer's slot",
                 path,
@@ -47,14 +47,14 @@ def collect_keras_layouts(plan: PlanTable) -> dict[str, Layout]:
                 f"the layout {layout}",
                 path,
                 "a keras.distribution.TensorLayout has no memory setting",
-                "train with layout_map.scope(), which supports it, or leave memory out",
+                "train with layout_map.scope(), which supports memory, or leave memory out",
             )
         if any(isinstance(spec, tuple) for spec in layout.sharding_specs):
             raise _make_inexpressible_error(
                 f"the layout {layout}",
                 path,
                 "a keras.distribution.TensorLayout has one mesh dim per axis, but this axis is sharded over several",
-                "shard it over one of them, or train with layout_map.scope(), which supports it",
+                "shard the axis over one mesh dim, or train with layout_map.scope(), which supports several",
             )
         if found.setdefault(name, layout) != layout:
             raise _make_inexpressible_error(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from layoutmap.core.paths import format_merged_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.text_table import format_bytes, format_table
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint import make_layout_suggestions
@@ -84,7 +84,7 @@ class Memory:
         groups: dict[object, list[ShardableVariable]] = {}
         for each in self.could_be_sharded:
             v = each.assignment.variable
-            groups.setdefault((v.model, split_at_numbers(v.path), v.shape, v.dtype), []).append(each)
+            groups.setdefault((v.model, split_path_at_numbers(v.path), v.shape, v.dtype), []).append(each)
         rows = [
             ShardableRow(
                 format_merged_paths([each.assignment.variable.path for each in group]),
@@ -131,13 +131,15 @@ def count_memory(plan: PlanTable) -> Memory:
     weights = sum(a.device_bytes for a in fitting if a.variable.is_trained)
     gradients = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
     slots = sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)
-    could = sorted(_iterate_shardable(plan, fitting), key=lambda each: -each.saved_bytes)
+    could = sorted(_iterate_shardable_variables(plan, fitting), key=lambda each: -each.saved_bytes)
     return Memory(
         weights, gradients, slots, plan.device_bytes - weights - slots, plan.host_bytes, tuple(could)
     )
 
 
-def _iterate_shardable(plan: PlanTable, assignments: list[Assignment]) -> Iterator[ShardableVariable]:
+def _iterate_shardable_variables(
+    plan: PlanTable, assignments: list[Assignment]
+) -> Iterator[ShardableVariable]:
     """Yield each of these variables that is replicated and could be sharded over a mesh dim."""
     suggestions = make_layout_suggestions(plan)
     for a in assignments:

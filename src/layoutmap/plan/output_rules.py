@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import format_path_regex_source, replace_numbers
+from layoutmap.core.paths import format_path_regex_as_python, replace_numbers_with_stars
 from layoutmap.core.specs import BatchDim, format_batch_dim
 
 
@@ -18,11 +18,11 @@ class OutputRanks(dict[str, int | None]):
     """Map the path of each layer to the rank of the layer's output, or to None if the rank is unknown."""
 
     @cached_property
-    def groups(self) -> Mapping[str, Sequence[str]]:
-        """The paths of layers that differ only in numbers, by the path with a star for each number."""
+    def layers_by_starred_path(self) -> Mapping[str, Sequence[str]]:
+        """A dict from a path with a star for each number to the paths of the layers that it stands for."""
         groups: dict[str, list[str]] = {}
         for path in self:
-            groups.setdefault(replace_numbers(path), []).append(path)
+            groups.setdefault(replace_numbers_with_stars(path), []).append(path)
         return groups
 
 
@@ -31,7 +31,7 @@ NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 _PYTREE_FIX = "in the function that computes them: x = jax.lax.with_sharding_constraint(x, jax.P({}))"
 
 
-def write_example_rule(
+def make_example_rule_fix(
     ranks: OutputRanks | None, weights: Collection[str], mesh: Mesh, batch_dim: BatchDim | None
 ) -> str:
     """Return the fix to shard layer outputs by rows: a rule for the repeated blocks, or for a layer if there are none.
@@ -58,7 +58,7 @@ def write_example_rule(
             f"add a rule to layout_map.activations for the output of a layer, with {dim!r} for its first axis{note}; "
             "the path of a layer is that of its variables without the last part"
         )
-    pattern, rank = _describe_layer(ranks, layer)
+    pattern, rank = _find_layer_regex_and_rank(ranks, layer)
     is_block = r"\d" in pattern
     note += "" if rank else ", with one None for each axis but the first"
     specs = (dim, *[None] * ((rank or 3) - 1))
@@ -66,7 +66,7 @@ def write_example_rule(
     return f"add a rule for {place}, as in layout_map.activations[{pattern}] = {specs}{note}"
 
 
-def write_output_rule(
+def make_output_rule_text(
     ranks: OutputRanks | None, layer: str, first: BatchDim | None, last: BatchDim | None = None
 ) -> str:
     """Return the rule that lays out the output of a layer, as Python source if the rank is known, else in words.
@@ -77,7 +77,7 @@ def write_output_rule(
         first: The mesh dims of the output's first axis.
         last: The mesh dims of the output's last axis.
     """
-    pattern, rank = _describe_layer(ranks or OutputRanks(), layer)
+    pattern, rank = _find_layer_regex_and_rank(ranks or OutputRanks(), layer)
     if pattern and rank and rank > bool(last):
         specs = (first, *[None] * (rank - 1 - bool(last)), *[last] * bool(last))
         return f"layout_map.activations[{pattern}] = {specs}"
@@ -91,24 +91,25 @@ def write_output_rule(
     return f"{rule}{pytree} that shards {' and '.join(parts)}"
 
 
-def _describe_layer(ranks: OutputRanks, layer: str) -> tuple[str, int | None]:
-    """Return a regex as Python source for a layer and its repetitions, empty if unknown, and the output's rank."""
-    same = ranks.groups.get(replace_numbers(layer), ())
-    return format_path_regex_source(same) if same else "", next(filter(None, map(ranks.get, same)), None)
+def _find_layer_regex_and_rank(ranks: OutputRanks, layer: str) -> tuple[str, int | None]:
+    """Return Python source of a regex for a layer and its repetitions, or "", and the output's rank, or None."""
+    same = ranks.layers_by_starred_path.get(replace_numbers_with_stars(layer), ())
+    return format_path_regex_as_python(same) if same else "", next(filter(None, map(ranks.get, same)), None)
 
 
 def _find_example_layer(ranks: OutputRanks, weights: Collection[str]) -> str | None:
-    """Return a layer with rows in its output that has some of the weights: a repeated block if there is one."""
-    parts = [replace_numbers(path).split(".") for path in weights]
+    """Return a layer that contains some of the weights, preferably a repeated block, or None if there is none."""
+    parts = [replace_numbers_with_stars(path).split(".") for path in weights]
     owners = Counter(".".join(each[:n]) for each in parts for n in range(1, len(each)))
 
-    def rank_owner(owner: str) -> tuple[bool, int]:
+    def make_owner_sort_key(owner: str) -> tuple[bool, int]:
         is_repeated = (
-            len(ranks.groups[owner]) > 1
+            len(ranks.layers_by_starred_path[owner]) > 1
             and "*" in owner.rpartition(".")[2]
             and 2 * owners[owner] >= len(parts)
         )
         return is_repeated, -owner.count(".")
 
-    layers = {owner: path for owner in owners for path in ranks.groups.get(owner, ()) if ranks[path] != 1}
-    return layers[max(layers, key=rank_owner)] if layers else None
+    paths = ranks.layers_by_starred_path
+    layers = {owner: path for owner in owners for path in paths.get(owner, ()) if ranks[path] != 1}
+    return layers[max(layers, key=make_owner_sort_key)] if layers else None

@@ -9,7 +9,7 @@ from typing import Literal
 from layoutmap.core.errors import format_message
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.old_names import DeprecatedAlias
-from layoutmap.core.paths import format_merged_paths, format_path_regex_source, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, format_path_regex_as_python, split_path_at_numbers
 
 Severity = Literal["error", "warning", "note"]
 RULE_KINDS = ("unused rule", "shadowed rule")
@@ -69,7 +69,7 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     groups: dict[object, list[Problem]] = {}
     for p in problems:
         # The fix contains the block number, so the fixes of repeated blocks differ: leave the fix out of the key.
-        subject = p.subject if p.kind in RULE_KINDS else split_at_numbers(p.subject)
+        subject = p.subject if p.kind in RULE_KINDS else split_path_at_numbers(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
@@ -80,10 +80,11 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
         subjects = [first.subject, *(p.subject for p in rest)]
         new = format_merged_paths(subjects)
         fix = first.fix
-        if any(
-            p.fix != fix for p in rest
-        ):  # equal fixes are for all of the group, and may name single blocks
-            fix = fix.replace(format_path_regex_source(subjects[:1]), format_path_regex_source(subjects))
+        # A fix that is equal for the whole group may name single blocks, so keep its path.
+        if any(p.fix != fix for p in rest):
+            fix = fix.replace(
+                format_path_regex_as_python(subjects[:1]), format_path_regex_as_python(subjects)
+            )
         head = f"{first.model}: " if first.model else ""
         what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
         merged.append((replace(first, subject=new, what=what, fix=fix), (first, *rest)))

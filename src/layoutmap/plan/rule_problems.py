@@ -9,10 +9,10 @@ from dataclasses import replace
 from layoutmap.core.errors import format_count, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import format_path_regex_source, split_at_numbers
+from layoutmap.core.paths import format_path_regex_as_python, split_path_at_numbers
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.lint import make_layout_suggestions
-from layoutmap.plan.lint.changes import ChangeWriter
+from layoutmap.plan.lint.changes import RuleChangeFormatter
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.slots import NO_RULES, SLOTS
 from layoutmap.plan.table import PlanTable
@@ -94,7 +94,7 @@ def find_unused_rule_problems(
             f"{format_count(count, 'path')} matches this pattern",
             f'to match anywhere in a path: r".*{rule.pattern}"'
             if rule.pattern in inside
-            else f"did you mean {format_path_regex_source(intended)}? else delete it"
+            else f"did you mean {format_path_regex_as_python(intended)}? else delete it"
             if near
             else "fix it, or delete it",
         )
@@ -104,8 +104,8 @@ def _find_intended_paths(pattern: str, nearest: str, paths: Sequence[str]) -> Se
     """Return the path nearest to a mistyped pattern, and if the pattern has no number, this path in all blocks."""
     if re.search(r"\d", pattern.replace(r"\d", "")):
         return [nearest]
-    parts = split_at_numbers(nearest)
-    return [path for path in paths if split_at_numbers(path) == parts]
+    parts = split_path_at_numbers(nearest)
+    return [path for path in paths if split_path_at_numbers(path) == parts]
 
 
 def _find_patterns_matching_inside(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
@@ -117,28 +117,31 @@ def _find_patterns_matching_inside(patterns: Iterable[str], paths: Sequence[str]
     return found
 
 
-def suggest_typo_corrections(problems: Sequence[Problem], unused: Mapping[str, Problem]) -> Iterator[Problem]:
+def add_typo_corrections_to_fixes(
+    problems: Sequence[Problem], unused_rule_problems: Mapping[str, Problem]
+) -> Iterator[Problem]:
     """Yield the problems. If an unused rule almost matches a variable without a rule, the fix is to correct that rule.
 
     The fix to add a rule would leave the mistyped rule in the map.
     """
     for problem in problems:
         near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
-        block = split_at_numbers(problem.subject)
+        block = split_path_at_numbers(problem.subject)
         # Two fixes must not change the same rule, so correct each unused rule only for its nearest variable.
-        mistyped = [unused[pattern] for pattern in near if pattern in unused]
-        mistyped = [rule for rule in mistyped if split_at_numbers(_get_nearest_path(rule)) == block]
+        mistyped = [unused_rule_problems[pattern] for pattern in near if pattern in unused_rule_problems]
+        mistyped = [rule for rule in mistyped if split_path_at_numbers(_get_nearest_path(rule)) == block]
         if mistyped:
             name = mistyped[0].what.partition(": matches no")[0]
             problem = replace(
-                problem, fix=f"correct {name} to {format_path_regex_source([problem.subject])}, or add a rule"
+                problem,
+                fix=f"correct {name} to {format_path_regex_as_python([problem.subject])}, or add a rule",
             )
         yield problem
 
 
-def _get_nearest_path(rule: Problem) -> str:
+def _get_nearest_path(problem: Problem) -> str:
     """Return the path that an unused rule almost matches, from the facts of its problem."""
-    return dict(rule.facts)["near misses"].partition(", ")[0]
+    return dict(problem.facts)["near misses"].partition(", ")[0]
 
 
 def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:
@@ -159,7 +162,7 @@ def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:
         yield from plan.problems
         return
     layouts = _suggest_layouts(plan, wanted.values())
-    writer = ChangeWriter(plan, [(a, layouts[a.variable.key]) for a in wanted.values()])
+    writer = RuleChangeFormatter(plan, [(a, layouts[a.variable.key]) for a in wanted.values()])
     fixes: dict[int, str] = {}
     for _, group in group_problems([p for p in plan.problems if id(p) in wanted]):
         changes = [(wanted[id(p)], layouts[wanted[id(p)].variable.key]) for p in group]
@@ -169,7 +172,7 @@ def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:
 
 
 def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tuple[str, str], Layout]:
-    """Return the suggested layouts of some variables by key. Variables that do not fit count as replicated."""
+    """Return a dict from the key of each of these variables to its suggested layout."""
     replicated = {
         id(a): a if a.fits else replace(a, layout=Layout.replicated(plan.mesh, len(a.variable.shape)))
         for a in plan.assignments
@@ -182,7 +185,7 @@ def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tup
     return found
 
 
-def find_output_rule_problems(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
+def find_keras_output_rule_problems(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:
     """Yield a note for each `keras:` rule that Keras would also apply to layer outputs, but layoutmap does not."""
     layers = {
         path[:at] for path in paths if is_keras_rule(path) for at, sign in enumerate(path) if sign == "/"

@@ -20,7 +20,7 @@ NO_RULES = (
 )
 
 
-def is_sharded_by_zero(variable: VariableSpec) -> bool:
+def is_sharded_by_zero_dim(variable: VariableSpec) -> bool:
     """Return whether a variable is a slot that `zero_dim` shards: it belongs to a weight, or has many elements."""
     return variable.kind is Kind.SLOT and (variable.is_derived or math.prod(variable.shape) > _MAX_UNREPORTED)
 
@@ -43,9 +43,9 @@ def find_slot_problems(variable: VariableSpec) -> Iterator[Problem]:
     )
 
 
-def make_zero_note(assignments: Sequence[Assignment], dim: str) -> Problem:
+def make_zero_dim_note(assignments: Sequence[Assignment], dim: str) -> Problem:
     """Return a note with the number of slots that `zero_dim` shards over a mesh dim, and the other slots."""
-    slots = [a for a in assignments if is_sharded_by_zero(a.variable)]
+    slots = [a for a in assignments if is_sharded_by_zero_dim(a.variable)]
     rest = [
         a.variable.path
         for a in slots

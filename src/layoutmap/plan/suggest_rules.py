@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.plan.lint import list_named_batch_dims
+from layoutmap.plan.lint import list_dims_with_batch_names
 from layoutmap.plan.lint.suggest import LayoutSuggestions
 from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output
 from layoutmap.plan.planner import make_plan_table
@@ -37,24 +37,24 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
         batch_dim: The mesh dim over which batches are sharded; `None`: all dims with a usual name for that.
     """
     plan = make_plan_table([a.variable for a in plan.assignments], RuleSet(plan.mesh), complete=False)
-    batch_dims = list_batch_dims(batch_dim) or list_named_batch_dims(plan.mesh)
+    batch_dims = list_batch_dims(batch_dim) or list_dims_with_batch_names(plan.mesh)
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:
         return RuleSet(plan.mesh, rest="replicated")
     # A dim of the batch cannot serve tensor parallelism, so choose it only if the mesh has no other dim.
     dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
-    preset = presets.find_matching_preset([group[0].variable.path for group in _group_weights(plan)])
-    return (preset and _adapt_preset(plan, preset, dim, batch_dims)) or _write_rules(
+    preset = presets.find_matching_preset([group[0].variable.path for group in _group_repeated_weights(plan)])
+    return (preset and _adapt_preset_rules(plan, preset, dim, batch_dims)) or _make_rules_with_reasons(
         _assign_suggested_layouts(plan, batch_dims), dim, batch_dims
     )
 
 
-def _group_weights(plan: PlanTable) -> list[Group]:
+def _group_repeated_weights(plan: PlanTable) -> list[Group]:
     """Return the weights and states in groups of one shape with paths that differ only in numbers."""
-    return _group_ruled_variables(plan, lambda v: (split_at_numbers(v.path), v.rule_shape))
+    return _group_variables_needing_rules(plan, lambda v: (split_path_at_numbers(v.path), v.rule_shape))
 
 
-def _group_ruled_variables(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Group]:
+def _group_variables_needing_rules(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Group]:
     """Return the weights and states that may need rules, without derived variables and scalars, grouped by a key."""
     found: dict[object, list[Assignment]] = {}
     for a in plan.assignments:
@@ -64,8 +64,8 @@ def _group_ruled_variables(plan: PlanTable, key: Callable[[VariableSpec], object
     return list(found.values())
 
 
-def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, ...]) -> RuleSet | None:
-    """Return the rules of a preset that match, or None if a layout does not fit, even with `uneven="shrink"`."""
+def _adapt_preset_rules(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, ...]) -> RuleSet | None:
+    """Return the rules of a preset that are used, or None if a layout does not fit, even with `uneven="shrink"`."""
     over = (None, dim) if dim in batch_dims else (dim, None)
     fields = presets.read_preset(name, plan.mesh, *over)
     uneven, variables = dict(fields.uneven_rules), [a.variable for a in plan.assignments]
@@ -76,11 +76,11 @@ def _adapt_preset(plan: PlanTable, name: str, dim: str, batch_dims: tuple[str, .
         table = make_plan_table(variables, rules, complete=False)
         won = {a.match.rule.pattern: a for a in table.assignments if a.match and a.match.rule}
         if all(a.fits for a in table.assignments):
-            writer = _ReasonWriter(table, dim, batch_dims)
+            writer = _ReasonMaker(table, dim, batch_dims)
             used = RuleSet(plan.mesh, activations=fields.activations, rest="replicated")
             for pattern, specs in fields.rules.items():
                 if pattern in won:
-                    reason = f"{writer.write_reason(won[pattern])} (preset {name})"
+                    reason = f"{writer.make_reason(won[pattern])} (preset {name})"
                     used.add(pattern, specs, uneven=uneven.get(pattern), reason=reason)
             return used
         uneven |= {
@@ -99,7 +99,7 @@ def _assign_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> P
     while True:
         suggestions = LayoutSuggestions(LintedPlan(plan, make_spec(batch_dims) if batch_dims else None))
         layouts, changed_blocks = dict[int, Layout](), set[str]()
-        for group in _group_weights(plan):
+        for group in _group_repeated_weights(plan):
             blocks = {a.variable.path.rpartition(".")[0].rpartition(".")[0] for a in group}
             if blocks & changed_blocks or _is_small_group(group, plan):
                 continue
@@ -131,14 +131,14 @@ def _is_bias(variable: VariableSpec) -> bool:
     return len(variable.shape) == 1 or not sums
 
 
-def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> RuleSet:
+def _make_rules_with_reasons(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> RuleSet:
     """Return rules that give the layouts of a plan, one rule for each layout and reason, with merged patterns."""
-    reasons = _ReasonWriter(plan, dim, batch_dims)
+    reasons = _ReasonMaker(plan, dim, batch_dims)
     owners = {
         path: a.variable.path for a in plan.assignments for path in (a.variable.path, *a.variable.aliases)
     }
     rows: dict[tuple[bool, Layout, str], list[tuple[str, ...]]] = {}
-    for group in _group_ruled_variables(plan, lambda v: split_at_numbers(v.path)):
+    for group in _group_variables_needing_rules(plan, lambda v: split_path_at_numbers(v.path)):
         counts = Counter(a.layout for a in group)
         layout, count = counts.most_common(1)[0]
         usual = layout if 2 * count > len(group) else None
@@ -151,7 +151,7 @@ def _write_rules(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> Rule
                 continue
             # The pattern for the usual layout may also match variables with other layouts, so write their rules first.
             parts = _find_pattern_parts(members, group if layout == usual else members, owners)
-            rows.setdefault((layout == usual, layout, reasons.write_reason(members[0])), []).append(parts)
+            rows.setdefault((layout == usual, layout, reasons.make_reason(members[0])), []).append(parts)
     merged = [(key, pattern) for key, patterns in rows.items() for pattern in merge_patterns(patterns)]
     paths = [a.variable.path for a in plan.assignments]
     rule_set = RuleSet(plan.mesh, rest="replicated")
@@ -173,11 +173,11 @@ def _list_similar_paths(members: Group) -> list[str]:
     """Return the paths and aliases of variables that differ from the first path only in numbers."""
     # A pattern for the paths also matches aliases that differ only in numbers, so return these, too.
     paths = [path for a in members for path in (a.variable.path, *a.variable.aliases)]
-    return [path for path in paths if split_at_numbers(path) == split_at_numbers(paths[0])]
+    return [path for path in paths if split_path_at_numbers(path) == split_path_at_numbers(paths[0])]
 
 
-class _ReasonWriter:
-    """Writer of the reasons for the suggested layouts of a plan."""
+class _ReasonMaker:
+    """Maker of the reasons for the suggested layouts of a plan."""
 
     def __init__(self, plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> None:
         self._linted = LintedPlan(plan, make_spec(batch_dims) if batch_dims else None)
@@ -190,32 +190,32 @@ class _ReasonWriter:
         self._dim = dim
         self._batch_dims = batch_dims
 
-    def write_reason(self, a: Assignment) -> str:
+    def make_reason(self, a: Assignment) -> str:
         """Return the reason for the layout of a weight: its role in the layer, and the effect of the layout."""
         w, shape = self._weights.get(id(a)), a.variable.shape
         axis = next((n for n in range(len(shape)) if a.layout.num_shards(n) > 1), None)
         if axis is None:
             if id(a) in self._linted.experts.routers:
                 return "router: replicated, because each device scores all experts"
-            return self._describe_replicated(w, shape)
+            return self._explain_why_replicated(w, shape)
         dims = a.layout.list_mesh_dims(axis)
         over = " and ".join(dims)
         if {*dims} <= {*self._batch_dims}:
             return f"FSDP: stored in shards over {over}, the batch's dim, and gathered for use"
         if w is None or not w.use.roles[axis]:
-            return self._describe_unknown(a, axis)
+            return self._explain_sharding_without_role(a, axis)
         role = w.use.roles[axis].partition(".")[0]
         if role == "rows":
             return f"vocabulary: each device along {over} has some of the {shape[axis]} rows"
         if w.list_axes("rows"):
-            return "vocabulary: sharded by features" + self._describe_uneven(shape, w.list_axes("rows"))
+            return "vocabulary: sharded by features" + self._explain_why_uneven(shape, w.list_axes("rows"))
         if not w.list_axes("in"):
             return "bias: sharded as the output of its kernel"
         if id(w) in self._parts:
             return "heads: each device computes whole heads"
-        return self._describe_kernel(w, role, over)
+        return self._explain_kernel_sharding(w, role, over)
 
-    def _describe_kernel(self, w: Weight, role: str, over: str) -> str:
+    def _explain_kernel_sharding(self, w: Weight, role: str, over: str) -> str:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
         names = ", ".join(dict.fromkeys(other.layer_name for other in others))
         if role == "out":
@@ -230,13 +230,13 @@ class _ReasonWriter:
             source = "the heads of each device"
         return f"row: takes {source}, and the sums are all-reduced over {over}"
 
-    def _describe_unknown(self, a: Assignment, axis: int) -> str:
+    def _explain_sharding_without_role(self, a: Assignment, axis: int) -> str:
         is_stack = id(a) in self._linted.experts.stacks or (a.layout.rank > 2 and "expert" in a.variable.path)
         if axis == 0 and is_stack:
             return f"experts: each device has {a.shard_shape[0]} of {a.variable.shape[0]} experts"
         return f"unknown role: axis {axis} is sharded because its size divides evenly"
 
-    def _describe_replicated(self, w: Weight | None, shape: Sequence[int]) -> str:
+    def _explain_why_replicated(self, w: Weight | None, shape: Sequence[int]) -> str:
         axes = range(len(shape))
         if len(shape) == 1:
             return "replicated: a vector is small"
@@ -245,9 +245,9 @@ class _ReasonWriter:
                 not maker.layout.is_fully_replicated() for maker in self._linted.kernels_before.get(id(w), ())
             )
             axes = w.list_axes("in" if is_row else "out")[:1]
-        return "replicated" + (self._describe_uneven(shape, axes, w) or ", as the inputs of its layer are")
+        return "replicated" + (self._explain_why_uneven(shape, axes, w) or ", as the inputs of its layer are")
 
-    def _describe_uneven(self, shape: Sequence[int], axes: Sequence[int], w: Weight | None = None) -> str:
+    def _explain_why_uneven(self, shape: Sequence[int], axes: Sequence[int], w: Weight | None = None) -> str:
         """Return text about axes or numbers of heads that the mesh dim does not divide, or "" if it divides all."""
         unit = (
             w.use.head_size or 1 if w is not None and (id(w) in self._parts or is_attention_output(w)) else 1

@@ -15,7 +15,7 @@ from layoutmap.core.errors import PlanError, join_names
 from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.old_names import DeprecatedAlias
-from layoutmap.core.paths import replace_numbers
+from layoutmap.core.paths import replace_numbers_with_stars
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import PlanCost
 from layoutmap.plan.output_rules import OutputRanks
@@ -43,7 +43,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @cached_property
     def _assignments_by_key(self) -> dict[str, Assignment]:
-        """The assignments by the keys of the mapping: the path, after the model's name if several models have it."""
+        """A dict from key to assignment. If several models have a path, its key begins with the model's name."""
         counts = Counter(a.variable.path for a in self.assignments)
         found: dict[str, Assignment] = {}
         for a in self.assignments:
@@ -58,7 +58,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @cached_property
     def _keys_by_path(self) -> dict[str, list[str]]:
-        """The keys of the variables with a path. A path takes precedence over an equal alias of another variable."""
+        """A dict from each path to the keys of its variables. A path takes precedence over an equal alias."""
         by_path: dict[str, list[str]] = {}
         aliases: dict[str, list[str]] = {}
         for key, a in self._assignments_by_key.items():
@@ -135,7 +135,7 @@ class PlanTable(Mapping[str, Assignment]):
         return tuple(dim for dim in self.mesh.mesh_dims if layouts and dim.size > 1 and dim.name not in used)
 
     @property
-    def largest_global_init(self) -> Assignment | None:
+    def largest_variable_initialized_unsharded(self) -> Assignment | None:
         """The largest variable that one device must initialize unsharded, or None if there is no such variable."""
         found = [a for a in self.assignments if a.global_init]
         return max(found, key=lambda a: a.variable.global_bytes, default=None)
@@ -151,7 +151,9 @@ class PlanTable(Mapping[str, Assignment]):
     def add_cost(self, cost: PlanCost) -> Self:
         """Return the plan with the cost of a training step, in which collectives of the plan's weights are marked."""
         paths = {
-            replace_numbers(path) for a in self.assignments for path in (a.variable.path, *a.variable.aliases)
+            replace_numbers_with_stars(path)
+            for a in self.assignments
+            for path in (a.variable.path, *a.variable.aliases)
         }
         return replace(self, cost=cost.mark_weight_collectives(frozenset(paths)))
 
@@ -169,7 +171,7 @@ class PlanTable(Mapping[str, Assignment]):
             return replace(self, strict=strict)
         if device_memory < 1:
             raise PlanError(
-                f"device_memory={device_memory}: this is not a memory size",
+                f"device_memory={device_memory} is not a memory size",
                 why="device_memory is the memory of one device in bytes",
                 fix="pass a positive number, as in device_memory=80 * 2**30",
             )
@@ -206,5 +208,5 @@ class PlanTable(Mapping[str, Assignment]):
             if len(grouped) > _MAX_FULL_PROBLEMS
             else ""
         )
-        last = f"\n\nno rule matches some: {rest}" if rest else ""
+        last = f"\n\nsome variables match no rule: {rest}" if rest else ""
         raise PlanError(f"{len(found)} problems\n{shown}{more}{last}", problems=found)

@@ -9,8 +9,8 @@ from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import make_unique_names
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.torch_styles import list_ruled_variables, make_unsupported_error
-from layoutmap.rules.logical_axes import resolve_logical_axes
+from layoutmap.plan.torch_styles import list_variables_for_library_rules, make_inexpressible_error
+from layoutmap.rules.logical_axes import resolve_logical_axes_to_specs
 from layoutmap.rules.partition_specs import flatten_tree_by_path, read_partition_spec
 
 _CALL = "to_logical_axis_rules"
@@ -20,8 +20,8 @@ Names = tuple[str | None, ...]
 Rules = list[tuple[str, str | Dims | None]]
 
 
-def make_logical_rules(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rules]:
-    """Return the axis names of each variable by path, and the rules with which the names give the plan's layouts.
+def make_logical_axis_rules(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Rules]:
+    """Return a dict from path to axis names, and rules that turn these names into the plan's layouts.
 
     Args:
         plan: The plan.
@@ -31,14 +31,14 @@ def make_logical_rules(plan: PlanTable, axes: Any) -> tuple[dict[str, Names], Ru
         PlanError: No order of rules gives all of the layouts; names a variable that differs.
         RuleError: The names are of another form.
     """
-    layouts = {a.variable.path: a.layout for a in list_ruled_variables(plan, _CALL)}
+    layouts = {a.variable.path: a.layout for a in list_variables_for_library_rules(plan, _CALL)}
     if axes is None:
-        names, rules = _name_axes(layouts)
+        names, rules = _make_axis_names_and_rules(layouts)
     else:
         names = _read_axis_names(axes, layouts)
-        rules = _order_rules(names, layouts)
+        rules = _make_ordered_rules(names, layouts)
     shapes = {a.variable.path: a.variable.shape for a in plan.assignments}
-    resolved, _ = resolve_logical_axes(rules, names, shapes, "linen", _CALL)
+    resolved, _ = resolve_logical_axes_to_specs(rules, names, shapes, "linen", _CALL)
     for path in names:
         if Layout(resolved[path], plan.mesh) != layouts[path]:
             raise _make_conflict_error(
@@ -54,8 +54,8 @@ def _list_axis_dims(layout: Layout) -> list[Dims]:
     return [tuple(layout.list_mesh_dims(axis)) for axis in range(layout.rank)]
 
 
-def _name_axes(layouts: Mapping[str, Layout]) -> tuple[dict[str, Names], Rules]:
-    """Return new axis names by path, and their rules. A name stands for a combination of mesh dims, None for none."""
+def _make_axis_names_and_rules(layouts: Mapping[str, Layout]) -> tuple[dict[str, Names], Rules]:
+    """Return a dict from path to new axis names, and their rules. A name stands for mesh dims, None for no dims."""
     used = [*dict.fromkeys(dims for layout in layouts.values() for dims in _list_axis_dims(layout) if dims)]
     name_of = dict(zip(used, make_unique_names([f"over_{'_'.join(dims)}" for dims in used]), strict=True))
     names = {
@@ -79,14 +79,14 @@ def _read_axis_names(axes: Any, layouts: Mapping[str, Layout]) -> dict[str, Name
         names = names_by_path.get(path, ())
         if len(names) > layout.rank or not all(name is None or isinstance(name, str) for name in names):
             what = f"axes named {names}"
-            raise make_unsupported_error(
+            raise make_inexpressible_error(
                 _CALL, path, what, f"it has {layout.rank} axes", "name each of its axes once"
             )
         found[path] = (*names, *(None,) * (layout.rank - len(names)))  # type: ignore[assignment]
     return found
 
 
-def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> Rules:
+def _make_ordered_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> Rules:
     """Return rules in an order in which each name gets its mesh dims only on the axes that the layouts shard."""
     dims: dict[str, Dims] = {}
     for path, layout in layouts.items():
@@ -122,4 +122,4 @@ def _order_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout]) -> R
 
 def _make_conflict_error(path: str, names: Mapping[str, Names], layout: Layout, why: str) -> PlanError:
     fix = f"name its axes differently, or call {_CALL} without axes, which makes names that fit"
-    return make_unsupported_error(_CALL, path, f"the layout {layout} of the axes {names[path]}", why, fix)
+    return make_inexpressible_error(_CALL, path, f"the layout {layout} of the axes {names[path]}", why, fix)

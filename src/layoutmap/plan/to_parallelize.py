@@ -11,9 +11,9 @@ from layoutmap.plan.torch_styles import (
     ModuleVariables,
     StyledModule,
     find_styled_modules,
-    group_by_module,
+    group_variables_by_module,
     list_sharding_dims,
-    make_unsupported_error,
+    make_inexpressible_error,
 )
 
 _CALL = "to_parallelize_plan"
@@ -55,13 +55,13 @@ _SHARED = """\
 """
 
 
-def write_parallelize_code(plan: PlanTable) -> str:
+def make_parallelize_code(plan: PlanTable) -> str:
     """Return Python source with a function `parallelize(model, mesh)` that shards a model as the plan says.
 
     Raises:
         PlanError: A layout cannot be expressed by torch's functions.
     """
-    modules = group_by_module(plan, _CALL)
+    modules = group_variables_by_module(plan, _CALL)
     styled = find_styled_modules(plan, modules, _CALL)
     rest, shared = _collect_placements(modules, styled)
     mesh = plan.mesh
@@ -112,19 +112,19 @@ def _collect_placements(
             if path != first_path:
                 shared[path] = first_path
             if module not in styled:
-                placements.append(f'"{name}": [{", ".join(_list_placements(first_path, a.layout))}]')
+                placements.append(f'"{name}": [{", ".join(_format_placements(first_path, a.layout))}]')
         if placements:
             rest[module] = f"{{{', '.join(placements)}}}"
     return rest, shared
 
 
-def _list_placements(path: str, layout: Layout) -> Iterator[str]:
+def _format_placements(path: str, layout: Layout) -> Iterator[str]:
     """Return torch's placements of a layout as Python code, one per mesh dim."""
     order = {name: number for number, name in enumerate(layout.mesh.dim_names)}
     for axis in range(layout.rank):
         dims = layout.list_mesh_dims(axis)
         if [*dims] != sorted(dims, key=order.__getitem__):
-            raise make_unsupported_error(
+            raise make_inexpressible_error(
                 _CALL,
                 path,
                 f"the layout {layout} on {layout.mesh}",

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from layoutmap.core.errors import RuleError, join_names
-from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import Specs, replace_unsharded_by_none
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.rules.merged_rules import make_rules_for_groups
+from layoutmap.rules.merged_rules import make_rules_for_path_groups
 from layoutmap.rules.rule_set import RuleSet
 
 _RULED = (Kind.WEIGHT, Kind.STATE, Kind.RNG)
 
 
 def derive_rules(plan: PlanTable) -> RuleSet:
-    """Return few rules that reproduce the layouts of a plan, checked by a new plan with them.
+    """Return few rules that reproduce the layouts of a plan, which is checked by planning again.
 
     Raises:
         RuleError: No rules give these layouts.
@@ -41,13 +41,17 @@ def derive_rules(plan: PlanTable) -> RuleSet:
     ruled = [a for a in plan.assignments if a.variable.kind in _RULED]
     for a in ruled:
         if not a.variable.is_derived:
-            groups.setdefault((split_at_numbers(a.variable.path), _list_specs(a)), []).append(a.variable.path)
+            groups.setdefault((split_path_at_numbers(a.variable.path), _list_specs_and_memory(a)), []).append(
+                a.variable.path
+            )
     owners = {path: a.variable.path for a in ruled for path in (a.variable.path, *a.variable.aliases)}
-    rules = make_rules_for_groups({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
+    rules = make_rules_for_path_groups({tuple(paths): specs for (_, specs), paths in groups.items()}, owners)
     # Derived variables get the layout of their parent, so only those with a different layout need a rule.
-    exceptions = {a.variable.path: _list_specs(a) for a in _iterate_mismatches(plan, rules)}
+    exceptions = {
+        a.variable.path: _list_specs_and_memory(a) for a in _iterate_mismatched_assignments(plan, rules)
+    }
     rules = {f"{re.escape(path)}$": specs for path, specs in exceptions.items()} | rules
-    if wrong := [a.variable.path for a in _iterate_mismatches(plan, rules)]:
+    if wrong := [a.variable.path for a in _iterate_mismatched_assignments(plan, rules)]:
         raise RuleError(
             f"{join_names(wrong)}: no rules give {'it its layout' if len(wrong) == 1 else 'them their layouts'}",
             facts={"layout": str(plan[wrong[0]].layout)},
@@ -63,7 +67,7 @@ class _MemorySpec(NamedTuple):
     kind: str
 
 
-def _list_specs(assignment: Assignment) -> Specs:
+def _list_specs_and_memory(assignment: Assignment) -> Specs:
     specs, memory = (
         replace_unsharded_by_none(assignment.layout.sharding_specs),
         assignment.layout.host_memory,
@@ -83,7 +87,7 @@ def _make_rule_set(plan: PlanTable, rules: dict[str, Specs]) -> RuleSet:
     return rule_set
 
 
-def _iterate_mismatches(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:
+def _iterate_mismatched_assignments(plan: PlanTable, rules: dict[str, Specs]) -> Iterator[Assignment]:
     """Yield the variables of a plan to which these rules would give a different layout than the plan does."""
     planned = make_plan_table(
         [a.variable for a in plan.assignments], _make_rule_set(plan, rules), complete=False

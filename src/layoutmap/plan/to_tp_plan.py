@@ -11,9 +11,9 @@ from layoutmap.plan.torch_styles import (
     ModuleVariables,
     StyledModule,
     find_styled_modules,
-    group_by_module,
+    group_variables_by_module,
     list_sharding_dims,
-    make_unsupported_error,
+    make_inexpressible_error,
 )
 
 _CALL = "to_tp_plan"
@@ -31,22 +31,22 @@ _STYLES: dict[tuple[str, bool, bool, int | None], str] = {
 
 
 def make_tp_plan(plan: PlanTable) -> dict[str, str]:
-    """Return a tensor parallel plan: the style of each module, by its path with a star for each number.
+    """Return a tensor parallel plan: a dict from a module's path, with a star for each number, to its style.
 
     Raises:
         PlanError: transformers has no style for a module, or modules with different styles would share an entry.
     """
-    modules = group_by_module(plan, _CALL)
+    modules = group_variables_by_module(plan, _CALL)
     styled = find_styled_modules(plan, modules, _CALL)
-    _check_styles(modules, styled)
+    _check_all_styled(modules, styled)
     found: dict[str, str] = {}
     of_entry: dict[str, str] = {}
     for path in [*dict.fromkeys([*modules, *styled])]:
         name = _get_style_name(styled[path]) if path in styled else ""
-        entry = _make_plan_entry(path)
+        entry = _make_tp_plan_key(path)
         other = of_entry.setdefault(entry, path)
         if found.setdefault(entry, name) != name:
-            raise make_unsupported_error(
+            raise make_inexpressible_error(
                 _CALL,
                 path,
                 f"a style that differs from that of {other}",
@@ -56,12 +56,12 @@ def make_tp_plan(plan: PlanTable) -> dict[str, str]:
     return {entry: name for entry, name in found.items() if name}
 
 
-def _make_plan_entry(path: str) -> str:
+def _make_tp_plan_key(path: str) -> str:
     """Return a module's path with stars for numbers. As in transformers, the second of two adjacent numbers stays."""
     return re.sub(r"\.\d+(\.|$)", r".*\1", path)
 
 
-def _check_styles(modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]) -> None:
+def _check_all_styled(modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]) -> None:
     """Raise if a sharded variable is in no module with a style, or if layouts are over several mesh dims."""
     dims: dict[str, tuple[str, Layout]] = {}
     for path, variables in modules.items():
@@ -73,19 +73,19 @@ def _check_styles(modules: Mapping[str, ModuleVariables], styled: Mapping[str, S
                 continue
             if first_path != f"{path}.{name}".lstrip("."):
                 what, why = f"sharing its tensor with {path}.{name}", "an entry shards only one of the two"
-                raise make_unsupported_error(
-                    _CALL, first_path, what, why, "do not tie them, or add both entries by hand"
+                raise make_inexpressible_error(
+                    _CALL, first_path, what, why, "do not tie the two, or add both entries by hand"
                 )
-            raise make_unsupported_error(
+            raise make_inexpressible_error(
                 _CALL,
                 first_path,
                 f"the layout {a.layout}",
                 "the styles are for linear layers and embeddings, sharded over one dim by columns or by rows",
-                "replicate it, or train with layout_map.scope(), which supports it",
+                "replicate the variable, or train with layout_map.scope(), which supports this layout",
             )
     if len(dims) > 1:
         (_, first), (path, layout) = [*dims.values()][:2]
-        raise make_unsupported_error(
+        raise make_inexpressible_error(
             _CALL,
             path,
             f"the layout {layout} together with {first}",
@@ -99,7 +99,7 @@ def _get_style_name(styled: StyledModule) -> str:
     name = _STYLES.get((styled.kind, styled.is_embedding, styled.is_paired, styled.output))
     if name is None:
         what = f"a module sharded by {'columns' if styled.kind == 'colwise' else 'rows'} with this output"
-        raise make_unsupported_error(
+        raise make_inexpressible_error(
             _CALL,
             styled.path,
             what,

@@ -44,7 +44,7 @@ class StyledModule:
 
 
 # Approximate layouts would change the training, so raise for layouts without an exact equivalent (decisions/0014).
-def list_ruled_variables(plan: PlanTable, caller: str) -> list[Assignment]:
+def list_variables_for_library_rules(plan: PlanTable, caller: str) -> list[Assignment]:
     """Return the variables to which another library's rules apply: all except slots and metrics.
 
     Raises:
@@ -55,11 +55,11 @@ def list_ruled_variables(plan: PlanTable, caller: str) -> list[Assignment]:
         v = a.variable
         if a.layout.host_memory:
             why, fix = "rules of the other library name no memory", "leave memory out of the rules"
-            raise make_unsupported_error(caller, v.path, f"the layout {a.layout}", why, fix)
+            raise make_inexpressible_error(caller, v.path, f"the layout {a.layout}", why, fix)
         if v.kind is Kind.SLOT and not a.layout.is_fully_replicated():
             parent = plan[v.parent].layout if v.parent and v.parent in plan else None
             if v.axes is not None or a.layout != parent:
-                raise make_unsupported_error(
+                raise make_inexpressible_error(
                     caller,
                     v.path,
                     f"the layout {a.layout} of an optimizer's slot",
@@ -69,22 +69,22 @@ def list_ruled_variables(plan: PlanTable, caller: str) -> list[Assignment]:
     return [a for a in plan.assignments if a.variable.kind in (Kind.WEIGHT, Kind.STATE, Kind.RNG)]
 
 
-def make_unsupported_error(caller: str, path: str, what: str, why: str, fix: str) -> PlanError:
+def make_inexpressible_error(caller: str, path: str, what: str, why: str, fix: str) -> PlanError:
     """Return, but do not raise, the error for a part of a plan that another library cannot express."""
     return PlanError(f"{caller}: {path}: {what} cannot be expressed", why=why, fix=fix)
 
 
-def group_by_module(plan: PlanTable, caller: str) -> dict[str, dict[str, Assignment]]:
+def group_variables_by_module(plan: PlanTable, caller: str) -> dict[str, dict[str, Assignment]]:
     """Return the variables of a torch plan by module and name. A shared variable is in each of its modules.
 
     Raises:
-        PlanError: The plan is not of a torch model, or see `list_ruled_variables`.
+        PlanError: The plan is not of a torch model, or see `list_variables_for_library_rules`.
     """
     found: dict[str, dict[str, Assignment]] = {}
-    for a in list_ruled_variables(plan, caller):
+    for a in list_variables_for_library_rules(plan, caller):
         if a.variable.name.startswith(KERAS):
             what, why = "a variable of Keras", "the styles are for modules of torch"
-            raise make_unsupported_error(
+            raise make_inexpressible_error(
                 caller, a.variable.path, what, why, "use to_keras or to_partition_specs"
             )
         for path in (a.variable.path, *a.variable.aliases):
@@ -101,7 +101,7 @@ def list_sharding_dims(layout: Layout) -> tuple[str, ...]:
 def find_styled_modules(
     plan: PlanTable, modules: Mapping[str, ModuleVariables], caller: str
 ) -> dict[str, StyledModule]:
-    """Return, by path, the modules with weights and outputs that are sharded as in a tensor parallel style.
+    """Return a dict from path to module, for modules that are sharded as in a tensor parallel style.
 
     A module that is sharded by columns has a sharded output if a sibling module is sharded by rows, as in attention and
     gated units; otherwise its output is replicated. Activation rules override this.
@@ -127,11 +127,11 @@ def find_styled_modules(
         if styled is not None and not axes:
             found[path] = replace(styled, output=None)
         elif axes:
-            found[path] = _set_output_axis(path, styled, modules.get(path), axes, layout, caller)
+            found[path] = _set_sharded_output_axis(path, styled, modules.get(path), axes, layout, caller)
     return found
 
 
-def _set_output_axis(
+def _set_sharded_output_axis(
     path: str,
     styled: StyledModule | None,
     variables: ModuleVariables | None,
@@ -149,7 +149,7 @@ def _set_output_axis(
     ):
         styled = StyledModule(path, "sequence", next(iter(dims)))
     if styled is None or more or dims != {styled.dim}:
-        raise make_unsupported_error(
+        raise make_inexpressible_error(
             caller,
             path,
             f"the layout {layout} of its output",

@@ -8,20 +8,20 @@ from dataclasses import replace
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import format_path_regex_source
+from layoutmap.core.paths import format_path_regex_as_python
 from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
 from layoutmap.core.text_table import format_bytes
-from layoutmap.core.uneven import format_uneven_setting, keep_largest_dims
+from layoutmap.core.uneven import format_uneven_setting, keep_largest_dim_per_axis
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
-from layoutmap.plan.output_rules import OutputRanks, write_example_rule
+from layoutmap.plan.output_rules import OutputRanks, make_example_rule_fix
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.slots import find_slot_problems
 
 _NEED_A_RULE = (Kind.WEIGHT, Kind.STATE, Kind.LATER)
 
 
-def make_contradiction_problem(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
+def make_keras_rule_conflict_problem(variable: VariableSpec, rules: Sequence[Rule]) -> Problem:
     """Return the error that several `keras:` rules match the name of one variable, because Keras refuses this."""
     return Problem(
         "contradiction",
@@ -56,13 +56,15 @@ def make_tied_conflict_problem(
     )
 
 
-def find_variable_problems(assignment: Assignment, requested: Layout, why_not: str = "") -> Iterator[Problem]:
-    """Yield the problems of a variable: a wrong rank, uneven axes, no rule, or a first value made on one device.
+def find_variable_problems(
+    assignment: Assignment, requested: Layout, pad_refusal: str = ""
+) -> Iterator[Problem]:
+    """Yield the problems of a variable: a wrong rank, uneven axes, no rule, or an initial value computed on one device.
 
     Args:
         assignment: The variable and its layout.
         requested: The layout of its rule.
-        why_not: Why it cannot be padded; empty if it can.
+        pad_refusal: Why it cannot be padded; empty if it can.
     """
     variable, layout, match = assignment.variable, assignment.layout, assignment.match
     is_its_parents = variable.is_derived and match is None and layout == requested
@@ -77,9 +79,9 @@ def find_variable_problems(assignment: Assignment, requested: Layout, why_not: s
         if assignment.is_padded:
             yield _make_padding_note(error, assignment, axis)
         elif layout == requested:
-            yield _make_uneven_problem(error, assignment, axis, why_not)
+            yield _make_uneven_problem(error, assignment, axis, pad_refusal)
         else:
-            yield _make_replacement_note(error, assignment, axis, why_not)
+            yield _make_fewer_dims_note(error, assignment, axis, pad_refusal)
     yield from find_slot_problems(variable)
     if match is not None and not (match.rule or match.has_rest_layout) and variable.kind in _NEED_A_RULE:
         near = ", ".join(match.near_misses)
@@ -90,7 +92,7 @@ def find_variable_problems(assignment: Assignment, requested: Layout, why_not: s
             f"{variable.path}: no rule matches, so it is replicated",
             (("shape", str(variable.shape)), ("near misses", near)),
             f"every device holds all {variable.global_bytes:,} bytes of it",
-            f"add a rule: layout_map[{format_path_regex_source([variable.path])}] = {(None,) * len(variable.shape)}",
+            f"add a rule: layout_map[{format_path_regex_as_python([variable.path])}] = {(None,) * len(variable.shape)}",
         )
     if assignment.global_init:
         yield Problem(
@@ -104,10 +106,10 @@ def find_variable_problems(assignment: Assignment, requested: Layout, why_not: s
         )
 
 
-def find_unsupported_problems(
+def find_unsupported_feature_problems(
     unsupported: Sequence[UnsupportedFeature], assignments: Sequence[Assignment]
 ) -> Iterator[Problem]:
-    """Yield a problem for each layer and variable with which the backend cannot compute in the planned layouts."""
+    """Yield a problem for each layer and variable that the backend does not support in its planned layout."""
     sharded = {
         (a.variable.model, path, axis)
         for a in assignments
@@ -136,12 +138,12 @@ def _make_problem_from_error(
     return Problem(kind, severity, path, error.what, tuple(facts.items()), error.why, error.fix)
 
 
-def _make_uneven_problem(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
+def _make_uneven_problem(error: LayoutError, assignment: Assignment, axis: int, pad_refusal: str) -> Problem:
     """Return the problem that an axis cannot be split evenly, with padding or shrinking as the fix."""
     problem = _make_problem_from_error("uneven", "error", error, assignment)
-    if why_not:
+    if pad_refusal:
         pads = assignment.match and assignment.match.rule and assignment.match.rule.uneven != "error"
-        why = f"{problem.why}, and {why_not}" if pads else problem.why
+        why = f"{problem.why}, and {pad_refusal}" if pads else problem.why
         return replace(problem, why=why, fix=f'{problem.fix}, or set uneven="shrink"')
     cost = format_bytes(replace(assignment, is_padded=True).padding_bytes)
     return replace(problem, fix=f'set uneven="pad", which costs {cost} per device, or uneven="shrink"')
@@ -156,7 +158,7 @@ def _make_padding_note(error: LayoutError, assignment: Assignment, axis: int) ->
     return replace(problem, what=what, fix="")
 
 
-def _make_replacement_note(error: LayoutError, assignment: Assignment, axis: int, why_not: str) -> Problem:
+def _make_fewer_dims_note(error: LayoutError, assignment: Assignment, axis: int, pad_refusal: str) -> Problem:
     """Return the note that an uneven axis is sharded over fewer mesh dims than its rule says, or is not sharded."""
     dims = assignment.layout.list_mesh_dims(axis)
     taken = f"sharded over {', '.join(dims)} only" if dims else "replicated"
@@ -167,7 +169,7 @@ def _make_replacement_note(error: LayoutError, assignment: Assignment, axis: int
     elif rule is not None:
         reason = f"rule {rule.number} has {format_uneven_setting(rule.uneven)}"
         if not isinstance(rule.uneven, str):
-            reason += f", and {why_not}"
+            reason += f", and {pad_refusal}"
     else:
         reason = f"it follows {assignment.variable.parent} as far as that divides it"
     return replace(
@@ -178,9 +180,9 @@ def _make_replacement_note(error: LayoutError, assignment: Assignment, axis: int
     )
 
 
-def find_several_dims_problems(match: Match, layout: Layout) -> Iterator[Problem]:
+def find_multiple_dims_per_axis_problems(match: Match, layout: Layout) -> Iterator[Problem]:
     """Yield a warning for each axis over several mesh dims, because this engine shards an axis over only one."""
-    taken = keep_largest_dims(layout)
+    taken = keep_largest_dim_per_axis(layout)
     for axis in range(layout.rank):
         if layout.num_shards(axis) > taken.num_shards(axis):
             yield Problem(
@@ -194,14 +196,14 @@ def find_several_dims_problems(match: Match, layout: Layout) -> Iterator[Problem
             )
 
 
-def find_free_activation_problem(
+def find_missing_activation_rule_problem(
     assignments: Sequence[Assignment],
     ranks: OutputRanks | None,
     batch_dim: BatchDim | None = None,
     *,
     checks_batch_dim: bool = False,
 ) -> Problem | None:
-    """Return the problem if weights are sharded so that activations need rules, for a plan without activation rules.
+    """Return the problem that sharded weights need activation rules, or None if they do not.
 
     Args:
         assignments: The weights and their layouts.
@@ -214,20 +216,20 @@ def find_free_activation_problem(
     def has_two_sharded_axes(layout: Layout) -> bool:
         return sum(count > 1 for count in layout.shard_counts) > 1
 
-    def is_sharded_as_batch(layout: Layout) -> bool:
+    def is_sharded_over_batch_dims(layout: Layout) -> bool:
         dims = {dim for axis in range(layout.rank) for dim in layout.list_mesh_dims(axis)}
         return layout.rank > 1 and any(layout.mesh.dim_size(dim) > 1 for dim in dims & batch_dims)
 
     weights = [a for a in assignments if a.variable.kind is Kind.WEIGHT]
     sharded, how = [a for a in weights if has_two_sharded_axes(a.layout)], "along two axes"
     if not sharded and batch_dim:
-        sharded = [a for a in weights if is_sharded_as_batch(a.layout)]
+        sharded = [a for a in weights if is_sharded_over_batch_dims(a.layout)]
         how = f"over {format_batch_dim(batch_dim)}, as the batch is"
     if not sharded:
         return None
     first = sharded[0]
     facts = (("layout", str(first.layout)), ("such weights", f"{len(sharded)}"))
-    fix = write_example_rule(ranks, [a.variable.path for a in sharded], first.layout.mesh, batch_dim)
+    fix = make_example_rule_fix(ranks, [a.variable.path for a in sharded], first.layout.mesh, batch_dim)
     if ranks is not None:
         return Problem(
             "no activations",

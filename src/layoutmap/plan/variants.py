@@ -16,7 +16,7 @@ from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Rule
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import make_path_regex, split_at_numbers
+from layoutmap.core.paths import make_path_regex, split_path_at_numbers
 from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims, replace_unsharded_by_none
 from layoutmap.core.steps import BatchArray
 from layoutmap.core.variables import Assignment
@@ -30,7 +30,7 @@ Specs = Sequence[Any]
 _QUOTE = "'"
 
 
-class Preset(NamedTuple):
+class PresetArguments(NamedTuple):
     """Arguments of `LayoutMap.preset`."""
 
     name: str
@@ -61,7 +61,7 @@ class PlanVariant:
     """
 
     rules: RuleSet
-    preset: Preset | None = None
+    preset: PresetArguments | None = None
     machine_name: str = ""
     inputs: tuple[BatchArray, ...] = ()
     has_input_names: bool = False
@@ -80,7 +80,7 @@ class PlanVariant:
 
     @property
     def batch_size(self) -> int:
-        """The size of the first axis of the first input that is no scalar, or 1 if there is no such input."""
+        """The size of the first axis of the first input that has axes, or 1 if no input has any."""
         return next((array.shape[0] for array in self.inputs if array.shape), 1)
 
     # -- variants
@@ -99,12 +99,12 @@ class PlanVariant:
         machine_name = re.sub(r":[0-9]+$", f":{mesh.size}", self.machine_name)
         return replace(self, rules=_copy_rules(self.rules, mesh, {}, {}), machine_name=machine_name)
 
-    def add_changes(self, before: PlanVariant, other: PlanVariant) -> PlanVariant:
-        """Return this variant with the changes from `before` to `other`. Rules that it has changed itself stay."""
+    def add_changes_between(self, before: PlanVariant, after: PlanVariant) -> PlanVariant:
+        """Return this variant with the changes from `before` to `after`. Rules that it has changed itself stay."""
         names = ["fuse_attention", "remat", "batch_dim", "inputs"]
         names += ["rules", "preset", "block_names"] if self.rules == before.rules else []
         return replace(
-            self, **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(before, n)}
+            self, **{n: getattr(after, n) for n in names if getattr(after, n) != getattr(before, n)}
         )
 
     def halve_batch(self) -> PlanVariant | None:
@@ -133,7 +133,7 @@ class PlanVariant:
         for a in plan.assignments:
             if not a.variable.is_derived and a.fits and a.layout.rank > 1 and not a.layout.host_memory:
                 rule = a.match.rule if a.match else None
-                groups.setdefault(rule or split_at_numbers(a.variable.path), []).append(a)
+                groups.setdefault(rule or split_path_at_numbers(a.variable.path), []).append(a)
         changed = {
             key.pattern if isinstance(key, Rule) else make_path_regex([a.variable.path for a in group]): specs
             for key, group in groups.items()
@@ -146,8 +146,8 @@ class PlanVariant:
         return self.change_rules(changed) if changed else None
 
 
-def read_plan_variant(plan: PlanTable) -> PlanVariant:
-    """Return the variant of a plan without a step cost, with only the rules that determine a layout in it."""
+def make_plan_variant(plan: PlanTable) -> PlanVariant:
+    """Return the `PlanVariant` of a plan without a step cost. It has only rules that determine a layout."""
     rules = RuleSet(plan.mesh, rest="replicated")
     for rule_set, matches in (
         (rules, [a.match for a in plan.assignments if a.match]),
@@ -156,11 +156,11 @@ def read_plan_variant(plan: PlanTable) -> PlanVariant:
         won = {match.rule.number: match.rule for match in matches if match.rule}
         for number in sorted(won):
             rule_set.add(won[number].pattern, won[number].layout, uneven=won[number].uneven)
-    return PlanVariant(rules, find_preset_of_rules(rules), guessed_batch_dim=guess_batch_dim(plan))
+    return PlanVariant(rules, find_preset_containing_rules(rules), guessed_batch_dim=guess_batch_dim(plan))
 
 
-def find_preset_of_rules(rules: RuleSet) -> Preset | None:
-    """Return a preset and arguments with which it contains all of these rules, or None if there is no such preset."""
+def find_preset_containing_rules(rules: RuleSet) -> PresetArguments | None:
+    """Return the arguments of a preset that contains all of these rules, or None if there is no such preset."""
     mesh = rules.mesh
     if mesh is None or not rules:
         return None
@@ -169,7 +169,7 @@ def find_preset_of_rules(rules: RuleSet) -> Preset | None:
         fields = presets.read_preset(name, mesh, None, None)
         for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
             for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):
-                preset = Preset(name, model_dim, fsdp_dim)
+                preset = PresetArguments(name, model_dim, fsdp_dim)
                 made = preset.make_rules(mesh)
                 pairs = (rules, made), (rules.activations, made.activations)
                 if all(ours.items() <= theirs.items() for ours, theirs in pairs):
@@ -189,7 +189,7 @@ def _add_dim_to_specs(dim: str, layout: Layout, group: Sequence[Assignment]) -> 
     for axis in sorted(range(layout.rank), key=lambda axis: (bool(dims[axis]), -shape[axis])):
         if all(a.variable.shape[axis] % (layout.num_shards(axis) * size) == 0 for a in group):
             dims[axis] = (*dims[axis], dim)
-            return _get_specs(Layout(dims, layout.mesh))
+            return _list_specs_with_none(Layout(dims, layout.mesh))
     return None
 
 
@@ -203,7 +203,7 @@ def _copy_rules(
         (after.activations, before.activations, activations),
     ):
         for rule in old.rules:
-            specs = changed.get(rule.pattern, _get_specs(rule.layout))
+            specs = changed.get(rule.pattern, _list_specs_with_none(rule.layout))
             new.add(rule.pattern, specs, uneven=rule.uneven, memory=rule.layout.memory)
         for pattern, specs in changed.items():
             if pattern not in old:
@@ -211,7 +211,7 @@ def _copy_rules(
     return after
 
 
-def _get_specs(layout: Layout) -> Specs:
+def _list_specs_with_none(layout: Layout) -> Specs:
     return replace_unsharded_by_none(layout.sharding_specs)
 
 
@@ -227,9 +227,9 @@ class Difference(NamedTuple):
     yaml: str = ""
 
 
-def describe_change(before: PlanVariant, after: PlanVariant) -> tuple[str, str, str]:
+def describe_variant_change(before: PlanVariant, after: PlanVariant) -> tuple[str, str, str]:
     """Return the change between two variants in words, in Python, and for the command line ("" if impossible there)."""
-    found = list(_iterate_differences(before, after))
+    found = list(_iterate_variant_differences(before, after))
     lines = [difference.yaml for difference in found if difference.yaml]
     if options := " ".join(difference.option for difference in found if difference.option):
         lines.insert(0, options)
@@ -238,7 +238,7 @@ def describe_change(before: PlanVariant, after: PlanVariant) -> tuple[str, str, 
     return what, ", ".join(difference.python for difference in found), "\n".join(lines) if can else ""
 
 
-def _iterate_differences(before: PlanVariant, after: PlanVariant) -> Iterator[Difference]:
+def _iterate_variant_differences(before: PlanVariant, after: PlanVariant) -> Iterator[Difference]:
     """Yield each difference between two variants, with the text for it."""
     if after.fuse_attention and not before.fuse_attention:
         what = "have attention computed by one fused kernel (flash attention)"
@@ -289,9 +289,11 @@ def _iterate_rule_differences(before: PlanVariant, after: PlanVariant) -> Iterat
         ("rules", before.rules, after.rules),
         ("activations", before.rules.activations, after.rules.activations),
     ):
-        there = {rule.pattern: _get_specs(rule.layout) for rule in old.rules}
+        there = {rule.pattern: _list_specs_with_none(rule.layout) for rule in old.rules}
         changed = {
-            r.pattern: specs for r in new.rules if there.get(r.pattern) != (specs := _get_specs(r.layout))
+            r.pattern: specs
+            for r in new.rules
+            if there.get(r.pattern) != (specs := _list_specs_with_none(r.layout))
         }
         if not changed:
             continue

@@ -11,23 +11,23 @@ from typing import Any, Literal
 
 from layoutmap.core.errors import format_aligned_rows, format_count
 from layoutmap.core.escaping import escape_text
-from layoutmap.core.paths import replace_numbers
+from layoutmap.core.paths import replace_numbers_with_stars
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.advice import Advice
-from layoutmap.plan.completeness import NOT_BUILT, find_unbuilt_problem
+from layoutmap.plan.completeness import NOT_BUILT, find_unbuilt_layers_problem
 from layoutmap.plan.memory import count_memory
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.variants import PlanVariant, call_or_none, describe_change, read_plan_variant
+from layoutmap.plan.variants import PlanVariant, call_or_none, describe_variant_change, make_plan_variant
 
 _MOST_ADVICE = 6
-_MOST_CAUSES = 10
+_MOST_MEMORY_GROUPS = 10
 _LEAST_SHARE = 0.01  # advice that saves a smaller share of the needed memory is left out
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class MemoryGroup:
     """A group of tensors on a device at the time when the device needs most memory.
 
     Args:
@@ -78,7 +78,7 @@ class Verdict:
     needed_bytes: int
     available_bytes: int | None
     moment: Literal["at the peak of a step", "before activations"]
-    because: tuple[Cause, ...]
+    because: tuple[MemoryGroup, ...]
     advice: tuple[Advice, ...]
     untried: tuple[str, ...] = ()
     num_findings: int = 0
@@ -94,7 +94,7 @@ class Verdict:
         return bool(self.num_errors or self.missing)
 
     @property
-    def mood(self) -> Literal["well", "doubt", "bad"]:
+    def color_class(self) -> Literal["well", "doubt", "bad"]:
         """The color class of the verdict on a page. It is `"bad"` exactly if the verdict does not pass."""
         doubt = self.missing or self.num_warnings
         return "bad" if not self.passes else "doubt" if doubt else "well"
@@ -112,7 +112,7 @@ class Verdict:
             (self.missing, f"incomplete: {self.missing}"),
             (self.fits is False, self._memory_summary),
             (self.num_warnings and self.strict, warnings),
-            (self.mood == "well" and self.fits is None, f"no problems{findings}"),
+            (self.color_class == "well" and self.fits is None, f"no problems{findings}"),
             (self.fits is not False, self._memory_summary),
             (self.num_warnings and not self.strict, warnings),
         ]
@@ -130,12 +130,12 @@ class Verdict:
         return f"{start}{sizes}{so_far * ' so far'}, {self.moment}"
 
     def format_text(self, **options: Any) -> str:
-        """Return the verdict, with the causes and advice if the model does not fit (see `Advice.format_text`)."""
+        """Return the verdict, with the largest tensors and advice (`Advice.format_text`) if the model does not fit."""
         if self.fits is not False:
             return f"Verdict: {self.headline}"
         available_bytes = self.available_bytes or 0
         rows = [
-            ("because of", "\n".join(format_causes(self.because))),
+            ("because of", "\n".join(format_memory_groups(self.because))),
             ("try", "\n".join(a.format_text(available_bytes, **options) for a in self.advice)),
             ("not tried", f"{', '.join(self.untried)}: counting that takes too long" if self.untried else ""),
         ]
@@ -145,16 +145,16 @@ class Verdict:
         return self.format_text()
 
 
-def format_causes(causes: Sequence[Cause]) -> list[str]:
-    """Return a line of text for each cause, with the bytes in a column before the text."""
-    sizes = [format_bytes(cause.num_bytes) for cause in causes]
+def format_memory_groups(groups: Sequence[MemoryGroup]) -> list[str]:
+    """Return a line of text for each group, with the bytes in a column before the text."""
+    sizes = [format_bytes(group.num_bytes) for group in groups]
     width = max(map(len, sizes), default=0)
-    return [f"{num_bytes:>{width}}  {cause.text}" for num_bytes, cause in zip(sizes, causes, strict=True)]
+    return [f"{num_bytes:>{width}}  {group.text}" for num_bytes, group in zip(sizes, groups, strict=True)]
 
 
 def judge_plan(plan: PlanTable) -> Verdict:
     """Return the verdict on a plan: whether the model can be built, and whether it fits its devices, if known."""
-    memory, cost, missing = count_memory(plan), plan.cost, find_unbuilt_problem(plan)
+    memory, cost, missing = count_memory(plan), plan.cost, find_unbuilt_layers_problem(plan)
     needed = cost.peak_bytes if cost else memory.total
     available_bytes = cost.memory_bytes if cost else plan.device_memory
     is_known = available_bytes is not None and (needed > available_bytes or not (plan.errors or missing))
@@ -168,7 +168,7 @@ def judge_plan(plan: PlanTable) -> Verdict:
         needed,
         available_bytes,
         "at the peak of a step" if cost else "before activations",
-        _collect_causes(plan, needed),
+        _list_largest_memory_groups(plan, needed),
         _choose_advice(plan, needed, available_bytes)
         if available_bytes is not None and fits is False
         else (),
@@ -176,27 +176,25 @@ def judge_plan(plan: PlanTable) -> Verdict:
     )
 
 
-def _collect_causes(plan: PlanTable, peak: int) -> tuple[Cause, ...]:
+def _list_largest_memory_groups(plan: PlanTable, peak_bytes: int) -> tuple[MemoryGroup, ...]:
     """Return the largest groups of tensors on a device, with repeated blocks merged, and one group for the rest."""
-    tensors = plan.cost.held if plan.cost else ()
+    tensors = plan.cost.peak_tensors if plan.cost else ()
     found: dict[tuple[str, str, str], int] = {}
     for kind, path, shape, num_bytes in [
         *_iterate_variable_sizes(plan),
         *((t.kind, t.path, f"{t.dtype}{list(t.shape)}", t.num_bytes) for t in tensors),
     ]:
         found[kind, path, shape] = found.get((kind, path, shape), 0) + num_bytes
-    causes = [
-        Cause(kind, path, shape, num_bytes) for (kind, path, shape), num_bytes in found.items() if num_bytes
-    ]
-    causes.sort(key=lambda cause: -cause.num_bytes)
-    rest = peak - sum(cause.num_bytes for cause in causes[:_MOST_CAUSES])
+    groups = [MemoryGroup(*key, num_bytes) for key, num_bytes in found.items() if num_bytes]
+    groups.sort(key=lambda group: -group.num_bytes)
+    rest = peak_bytes - sum(group.num_bytes for group in groups[:_MOST_MEMORY_GROUPS])
     name = (
         "all else"
         if tensors or plan.cost is None
         else "activations, gradients, the batch and gathered weights"
     )
-    others = [Cause(name, "", "", rest)] if rest > 0 and causes else []
-    return (*causes[:_MOST_CAUSES], *others)
+    others = [MemoryGroup(name, "", "", rest)] if rest > 0 and groups else []
+    return (*groups[:_MOST_MEMORY_GROUPS], *others)
 
 
 def _iterate_variable_sizes(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
@@ -207,7 +205,7 @@ def _iterate_variable_sizes(plan: PlanTable) -> Iterator[tuple[str, str, str, in
             continue
         kind = "optimizer slots" if v.kind is Kind.SLOT else "weights" if v.is_trained else "state"
         path, shape = (
-            replace_numbers(v.parent or v.path if v.kind is Kind.SLOT else v.path),
+            replace_numbers_with_stars(v.parent or v.path if v.kind is Kind.SLOT else v.path),
             f"{v.dtype}{list(a.shard_shape)}",
         )
         if not a.layout.host_memory:
@@ -226,7 +224,7 @@ def _choose_advice(plan: PlanTable, needed_bytes: int, available_bytes: int) -> 
 def _make_advice_without_cost(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
     """Return advice for a plan without a step cost, by the bytes of variables and gradients in variants of the plan."""
     counts = _count_similar_variables(plan)
-    before = read_plan_variant(plan)
+    before = make_plan_variant(plan)
 
     def count_device_bytes(variant: PlanVariant) -> int:
         variables = [
@@ -259,7 +257,7 @@ def _make_advice_without_cost(plan: PlanTable, needed_bytes: int, available_byte
             if (n := call_or_none(lambda variant=variant: count_device_bytes(variant))) is not None
         ]
         found += [min(known, key=lambda each: each[0])] if known else []
-    return tuple(Advice(*describe_change(before, variant), needed_bytes=n) for n, variant in found)
+    return tuple(Advice(*describe_variant_change(before, variant), needed_bytes=n) for n, variant in found)
 
 
 def _can_use_bfloat16(v: VariableSpec) -> bool:
@@ -278,7 +276,7 @@ def _count_similar_variables(plan: PlanTable) -> dict[VariableSpec, int]:
         v, rule = a.variable, a.match and a.match.rule
         key = (
             v.model,
-            replace_numbers(v.path),
+            replace_numbers_with_stars(v.path),
             v.shape,
             v.dtype,
             v.kind,

@@ -17,7 +17,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.table import PlanTable
-from layoutmap.report.rows import TableRow, make_rows
+from layoutmap.report.rows import TableRow, make_table_rows
 from layoutmap.report.text import format_shape
 
 COLUMNS = ("variable", "times", "shape", "dtype", "kind", "layout", "bytes")
@@ -51,7 +51,7 @@ class CheckpointContents:
     table: PlanTable
 
 
-def read_contents(source: Source, variables: Iterable[SavedVariable]) -> CheckpointContents:
+def read_checkpoint_contents(source: Source, variables: Iterable[SavedVariable]) -> CheckpointContents:
     """Return the variables and facts of a checkpoint. No values are read.
 
     Args:
@@ -76,7 +76,7 @@ def read_contents(source: Source, variables: Iterable[SavedVariable]) -> Checkpo
     return CheckpointContents(source.where, facts, shown, PlanTable(mesh, tuple(assignments)))
 
 
-def format_contents_summary(contents: CheckpointContents) -> str:
+def format_checkpoint_summary(contents: CheckpointContents) -> str:
     """Return the path, number of variables, and bytes of a checkpoint in one line."""
     count = len(contents.variables)
     return (
@@ -85,12 +85,12 @@ def format_contents_summary(contents: CheckpointContents) -> str:
     )
 
 
-def format_contents_text(contents: CheckpointContents, width: int | None = None) -> str:
+def format_checkpoint_text(contents: CheckpointContents, width: int | None = None) -> str:
     """Return a checkpoint as text: its facts, a table of its variables (largest first), and bytes by kind."""
     facts = [(name, escape_text(text)) for name, text in contents.facts.items()]
     return "\n".join(
         [
-            format_aligned_rows(f"Checkpoint {format_contents_summary(contents)}", facts),
+            format_aligned_rows(f"Checkpoint {format_checkpoint_summary(contents)}", facts),
             "",
             *format_table(COLUMNS, _make_table_rows(contents), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE),
             "",
@@ -99,15 +99,15 @@ def format_contents_text(contents: CheckpointContents, width: int | None = None)
     )
 
 
-def format_contents_html(contents: CheckpointContents) -> str:
+def format_checkpoint_html(contents: CheckpointContents) -> str:
     """Return a checkpoint's facts and variables as HTML, without scripts."""
     facts = format_aligned_rows("", [(name, escape_text(text)) for name, text in contents.facts.items()])
     return format_html_table(
-        f"Checkpoint {format_contents_summary(contents)}", COLUMNS, _make_table_rows(contents)
+        f"Checkpoint {format_checkpoint_summary(contents)}", COLUMNS, _make_table_rows(contents)
     ) + format_html_pre(f"{facts.lstrip()}\n{_format_bytes_by_kind(contents.table.assignments)}")
 
 
-def format_contents_json(contents: CheckpointContents, head: Mapping[str, Any]) -> str:
+def format_checkpoint_json(contents: CheckpointContents, head: Mapping[str, Any]) -> str:
     """Return a checkpoint's facts and variables as JSON, one variable per line.
 
     Args:
@@ -158,12 +158,12 @@ def _shorten_metadata(metadata: Any) -> str:
 
 def _make_table_rows(contents: CheckpointContents) -> list[tuple[str, ...]]:
     plain = {v.path for v in contents.variables if v.layout is None}
-    rows = sorted(make_rows(contents.table), key=lambda row: -row.global_bytes)
-    return [_make_row_cells(row, row.first_assignment.variable.path in plain) for row in rows]
+    rows = sorted(make_table_rows(contents.table), key=lambda row: -row.global_bytes)
+    return [_make_row_cells(row, row.example_assignment.variable.path in plain) for row in rows]
 
 
 def _make_row_cells(row: TableRow, has_no_layout: bool) -> tuple[str, ...]:
-    a = row.first_assignment
+    a = row.example_assignment
     layout = "" if has_no_layout else "replicated" if a.layout.is_fully_replicated() else str(a.layout)
     return (
         row.path,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from layoutmap.core.errors import format_aligned_rows
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import AS_FOUND, suggest_rule_change
-from layoutmap.core.paths import format_path_regex_source
+from layoutmap.core.paths import format_path_regex_as_python
 from layoutmap.core.specs import replace_unsharded_by_none
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
@@ -15,7 +15,7 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.report.text import format_shape
 
 
-def explain_variable(plan: PlanTable, path: str, other_plan: PlanTable | None = None) -> str:
+def explain_variable_layout(plan: PlanTable, path: str, other_plan: PlanTable | None = None) -> str:
     """Return text that explains a variable's layout: the winning rule, other matches, problems, and how to change it.
 
     Args:
@@ -32,7 +32,7 @@ def explain_variable(plan: PlanTable, path: str, other_plan: PlanTable | None = 
         for rows in (
             _iterate_variable_rows(assignment),
             _iterate_reason_rows(assignment),
-            _iterate_change_rows(assignment),
+            _iterate_how_to_change_rows(assignment),
         )
     )
     step = [(name, escape_text(text)) for name, text in iterate_collective_rows(plan, assignment)]
@@ -67,7 +67,7 @@ def _iterate_reason_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
             yield "because", f"it belongs to {variable.parent}, and is replicated"
         else:
             yield "because", f"it follows its parent: {variable.parent}"
-            yield from _iterate_axis_rows(variable)
+            yield from _iterate_parent_axis_rows(variable)
         return
     if match.has_existing_layout:
         yield "because", AS_FOUND
@@ -80,7 +80,7 @@ def _iterate_reason_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
     meant = f", which is meant for it and not for its parent {variable.parent}" if variable.is_derived else ""
     yield "because", f"{match.rule}{meant}"
     if variable.parent and not variable.is_derived:
-        yield from _iterate_axis_rows(variable)
+        yield from _iterate_parent_axis_rows(variable)
     for rule in match.others:
         yield "also matches", f"{rule}: would give {rule.layout}"
 
@@ -96,7 +96,7 @@ def _make_comparison_rows(assignment: Assignment, other: Assignment) -> list[tup
     return [("the map says", escape_text(says)), ("", "the same" if agrees else "another layout")]
 
 
-def _iterate_axis_rows(variable: VariableSpec) -> Iterator[tuple[str, str]]:
+def _iterate_parent_axis_rows(variable: VariableSpec) -> Iterator[tuple[str, str]]:
     """Yield one row with the parent axes of each axis of a derived variable. Yield nothing if they are unknown."""
     if variable.axes:
         texts = [f"of axis {' and '.join(map(str, of))}" if of else "of its own" for of in variable.axes]
@@ -124,20 +124,20 @@ def _iterate_problem_rows(plan: PlanTable, assignment: Assignment) -> Iterator[t
             yield problem.severity, str(problem)
 
 
-def _iterate_change_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
+def _iterate_how_to_change_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
     match, variable = assignment.match, assignment.variable
     if match is None:
         if variable.kind is Kind.SLOT and variable.parent:
             yield "change it", f"with the rule of {variable.parent}"
         elif variable.parent:
-            own = format_path_regex_source([variable.path])
+            own = format_path_regex_as_python([variable.path])
             yield "change it", f"with the rule of {variable.parent}, or by one of its own: layout_map[{own}]"
         return
     if match.rule is not None:
         yield "change it", suggest_rule_change(match.rule, (variable.path, *variable.aliases))
     elif match.has_existing_layout:
         specs = tuple(replace_unsharded_by_none(assignment.layout.sharding_specs))
-        pattern, memory = format_path_regex_source([match.path]), assignment.layout.host_memory
+        pattern, memory = format_path_regex_as_python([match.path]), assignment.layout.host_memory
         rule = (
             f"layout_map.add({pattern}, {specs}, memory={memory!r})"
             if memory
@@ -145,5 +145,5 @@ def _iterate_change_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
         )
         yield "to say so", rule
     else:
-        rule = f"layout_map[{format_path_regex_source([match.path])}] = {(None,) * len(variable.shape)}"
+        rule = f"layout_map[{format_path_regex_as_python([match.path])}] = {(None,) * len(variable.shape)}"
         yield "change it", f"{rule}, with mesh dims where it is to be sharded"

@@ -10,7 +10,7 @@ from layoutmap.core.errors import format_count
 from layoutmap.core.text_table import format_table
 
 
-def format_history(where: str, steps: Iterable[SavedStep]) -> str:
+def format_step_history(where: str, steps: Iterable[SavedStep]) -> str:
     """Return the steps of a directory as the text of a tree, with each step below its parent.
 
     The ancestors of the step that was saved last are not indented; other branches are.
@@ -21,7 +21,7 @@ def format_history(where: str, steps: Iterable[SavedStep]) -> str:
 
     Example:
         >>> there = [SavedStep(n, lines={"a": n}, order=n) for n in (10, 20, 30)]
-        >>> print(format_history("runs/net", [*there, SavedStep(15, lines={"a": 10, "b": 15}, order=40)]))
+        >>> print(format_step_history("runs/net", [*there, SavedStep(15, lines={"a": 10, "b": 15}, order=40)]))
         runs/net: 4 steps, the last save is step 15
         <BLANKLINE>
         step    saved  metrics
@@ -37,7 +37,7 @@ def format_history(where: str, steps: Iterable[SavedStep]) -> str:
         children.setdefault(parent, []).append(saved)
     rows = [
         (f"{mark}{saved.step}", saved.created.replace("+00:00", "Z"), _format_metrics(saved.metrics))
-        for mark, saved in _iterate_tree_rows(children, _find_latest_saves(children), None, "")
+        for mark, saved in _iterate_tree_rows(children, _find_latest_saves_of_subtrees(children), None, "")
     ]
     last = max(known, key=lambda saved: (saved.order, saved.step))
     head = f"{where}: {format_count(len(known), 'step')}, the last save is step {last.step}"
@@ -46,14 +46,14 @@ def format_history(where: str, steps: Iterable[SavedStep]) -> str:
 
 def _iterate_parent_steps(steps: Sequence[SavedStep]) -> Iterator[int | None]:
     """Yield for each step the number of its nearest ancestor that still exists, or None if no ancestor exists."""
-    steps_by_line: dict[str, list[int]] = {}
+    steps_by_branch: dict[str, list[int]] = {}
     for each in steps:
-        steps_by_line.setdefault(each.line_name, []).append(each.step)
+        steps_by_branch.setdefault(each.branch_name, []).append(each.step)
     for each in steps:
         before = [
-            on_line[at - 1]
+            on_branch[at - 1]
             for name, until in each.lines.items()
-            if (at := bisect.bisect(on_line := steps_by_line.get(name, []), min(until, each.step - 1)))
+            if (at := bisect.bisect(on_branch := steps_by_branch.get(name, []), min(until, each.step - 1)))
         ]
         yield max(before, default=None)
 
@@ -64,7 +64,7 @@ def _iterate_tree_rows(
     parent: int | None,
     prefix: str,
 ) -> Iterator[tuple[str, SavedStep]]:
-    """Yield each descendant of a step with the text that indents it, in the order of the rows."""
+    """Yield a pair for each descendant of a step, in the order of the rows: its indentation as text, and the step."""
     while siblings := sorted(children.get(parent, ()), key=lambda each: latest_saves[each.step]):
         *sides, main = siblings
         for side in sides:
@@ -74,10 +74,10 @@ def _iterate_tree_rows(
         parent = main.step
 
 
-def _find_latest_saves(
+def _find_latest_saves_of_subtrees(
     children: Mapping[int | None, Sequence[SavedStep]],
 ) -> dict[int, tuple[int, int]]:
-    """Return by step the save order and number of the step saved last among the step itself and its descendants."""
+    """Return a dict from step to the save order and number of the last save among it and its descendants."""
     found: dict[int, tuple[int, int]] = {}
     for each in sorted((e for some in children.values() for e in some), key=lambda each: -each.step):
         found[each.step] = max(

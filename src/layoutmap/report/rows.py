@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from layoutmap.core.paths import format_merged_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.variables import Assignment, Kind, has_several_models
 from layoutmap.plan.table import PlanTable
 
@@ -29,8 +29,8 @@ class TableRow:
     matches_weights: bool = False
 
     @property
-    def first_assignment(self) -> Assignment:
-        """The first assignment. All assignments of the row have its shape, dtype, layout, and rule."""
+    def example_assignment(self) -> Assignment:
+        """The first assignment. The others have its dtype and, except for slots, its shape, layout, and rule."""
         return self.assignments[0]
 
     @property
@@ -46,7 +46,7 @@ class TableRow:
     @property
     def rule_text(self) -> str:
         """The text for the rule: its number, `as` and the parent, or why there is none, or "" for a kept layout."""
-        match, variable = self.first_assignment.match, self.first_assignment.variable
+        match, variable = self.example_assignment.match, self.example_assignment.variable
         if match is None and variable.axes is not None:
             return f"as {format_merged_paths([a.variable.parent or '' for a in self.assignments])}"
         if match is not None and match.has_existing_layout:
@@ -56,7 +56,7 @@ class TableRow:
         return str(match.rule.number) if match.rule else "the rest" if match.has_rest_layout else "no rule"
 
 
-def make_rows(plan: PlanTable) -> list[TableRow]:
+def make_table_rows(plan: PlanTable) -> list[TableRow]:
     """Return the rows that show a plan, in the order of their first variables."""
     layouts = {(a.variable.model, a.variable.path): (a.variable.shape, a.layout) for a in plan.assignments}
     groups: dict[tuple[object, ...], list[Assignment]] = {}
@@ -72,7 +72,7 @@ def make_rows(plan: PlanTable) -> list[TableRow]:
             key = (
                 v.model,
                 matches_weights,
-                split_at_numbers(v.path),
+                split_path_at_numbers(v.path),
                 v.shape,
                 v.dtype,
                 v.kind,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from layoutmap.core.errors import format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import format_merged_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.specs import format_specs
 from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import format_variable_names, has_several_models
@@ -16,7 +16,7 @@ from layoutmap.plan.completeness import NOT_BUILT
 from layoutmap.plan.problems import merge_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import judge_plan
-from layoutmap.report.rows import TableRow, make_rows
+from layoutmap.report.rows import TableRow, make_table_rows
 
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
 ACTIVATION_COLUMNS = ("layer's output", "times", "layout", "rule")
@@ -42,7 +42,7 @@ def format_plan_text(plan: PlanTable, width: int | None = None) -> str:
     """Return a plan as text: the verdict, the table of variables, the rules, the totals, and the problems."""
     lines = [str(judge_plan(plan)), ""]
     lines += format_table(
-        COLUMNS, map(format_row_cells, make_rows(plan)), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE
+        COLUMNS, map(format_row_cells, make_table_rows(plan)), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE
     )
     rules = _list_used_rules(plan)
     if rules:
@@ -55,7 +55,7 @@ def format_plan_text(plan: PlanTable, width: int | None = None) -> str:
     lines += ["", f"Plan: {format_plan_summary(plan)}"]
     if plan.cost:
         lines.append(f"Cost: {plan.cost.line}")
-    largest = plan.largest_global_init
+    largest = plan.largest_variable_initialized_unsharded
     if largest:
         names = zip(
             format_variable_names([a.variable for a in plan.assignments]), plan.assignments, strict=True
@@ -115,7 +115,7 @@ def format_plan_warnings(plan: PlanTable) -> str:
 
 def format_row_cells(row: TableRow) -> tuple[str, ...]:
     """Return the cells of a row of the table, one text for each of `COLUMNS`."""
-    a = row.first_assignment
+    a = row.example_assignment
     times = str(len(row.assignments)) if len(row.assignments) > 1 else ""
     if row.matches_weights:
         cells = ("", "as its weight", "")
@@ -147,7 +147,7 @@ def format_activation_rows(plan: PlanTable) -> list[tuple[str, ...]]:
     """Return the cells of a row for each layer with an activation rule, with repeated blocks in one row."""
     groups: dict[object, list[Match]] = {}
     for match in plan.activations:
-        groups.setdefault((split_at_numbers(match.path), match.rule), []).append(match)
+        groups.setdefault((split_path_at_numbers(match.path), match.rule), []).append(match)
     return [
         (
             format_merged_paths([m.path for m in group]),
@@ -166,7 +166,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
 
 def format_plan_html(plan: PlanTable) -> str:
     """Return the verdict, the tables, the cost, and the problems of a plan as HTML."""
-    rows = [format_row_cells(row) for row in make_rows(plan)]
+    rows = [format_row_cells(row) for row in make_table_rows(plan)]
     found = "".join(
         format_html_pre(f"{p.severity}: {p}") for p in merge_problems(plan.errors + plan.warnings)
     )

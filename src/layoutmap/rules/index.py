@@ -80,7 +80,7 @@ class RuleIndex:
 
 
 class _LiteralIndex:
-    """Positions of rules by a substring that all matching paths contain. `always`: rules without such a substring."""
+    """Index from substrings to positions of rules that need them. `always`: positions of rules that need none."""
 
     def __init__(self) -> None:
         self.always: list[int] = []

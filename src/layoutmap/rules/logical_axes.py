@@ -30,10 +30,10 @@ Semantics = Literal["linen", "nnx"]
 _Dims = str | tuple[str, ...] | None
 
 
-def resolve_logical_axes(
+def resolve_logical_axes_to_specs(
     rules: object, axes: object, shapes: Mapping[str, Shape], semantics: Semantics, where: str
 ) -> tuple[dict[str, Specs], tuple[str, ...]]:
-    """Return the specs of arrays by path, and the axis names without a rule. For nnx, these names are always empty.
+    """Return the specs of arrays by path, and the axis names without a rule. For nnx, there are no such names.
 
     Raises:
         RuleError: The rules or axis names have another form, do not fit their array, or have no form in a layout.
@@ -80,11 +80,11 @@ def _apply_linen_rules(names: Specs, rules: Sequence[tuple[str, _Dims]], where: 
     taken: dict[int, _Dims] = {axis: name for axis, name in enumerate(names) if not isinstance(name, str)}
     for name, dims in rules:
         axis = names.index(name) if name in names else None
-        used = {dim for each in taken.values() for dim in _list_rule_dims(each)}
-        if axis is not None and axis not in taken and not used & set(_list_rule_dims(dims)):
+        used = {dim for each in taken.values() for dim in _make_dims_tuple(each)}
+        if axis is not None and axis not in taken and not used & set(_make_dims_tuple(dims)):
             taken[axis] = dims
     return tuple(taken.get(axis) for axis in range(len(names)))
 
 
-def _list_rule_dims(dims: _Dims) -> tuple[str, ...]:
+def _make_dims_tuple(dims: _Dims) -> tuple[str, ...]:
     return (dims,) if isinstance(dims, str) else dims or ()

@@ -17,14 +17,14 @@ _WORD = re.compile(r"\\d\+|\\.|[^_\\]+|_")
 _MERGED_PART = "\0"
 
 
-def make_rules_for_groups(
-    layouts: Mapping[tuple[str, ...], Specs], others: Mapping[str, str] | None = None
+def make_rules_for_path_groups(
+    specs_by_group: Mapping[tuple[str, ...], Specs], owners_of_other_paths: Mapping[str, str] | None = None
 ) -> dict[str, Specs]:
     """Return rules that give groups of paths their specs and match no other path.
 
     Args:
-        layouts: The specs of each group of paths that differ in numbers only.
-        others: Further paths, each with the path of its variable: aliases, or paths of variables in no group.
+        specs_by_group: The specs of each group of paths that differ in numbers only.
+        owners_of_other_paths: Further paths (aliases, or paths in no group), each with the path of its variable.
 
     Returns:
         Specs by pattern, in the order of the groups. Groups of replicated variables have none.
@@ -32,23 +32,23 @@ def make_rules_for_groups(
     Example:
         >>> paths = {name: (f"h.0.{name}_proj.kernel", f"h.1.{name}_proj.kernel") for name in ("up", "gate", "down")}
         >>> found = {paths["up"]: (None, "model"), paths["gate"]: (None, "model"), paths["down"]: ("model", None)}
-        >>> for pattern, specs in make_rules_for_groups(found).items():
+        >>> for pattern, specs in make_rules_for_path_groups(found).items():
         ...     print(pattern, specs)
         .*\\.(up|gate)_proj\\.kernel$ (None, 'model')
         .*\\.down_proj\\.kernel$ ('model', None)
     """
     by_specs: dict[Specs, list[tuple[str, ...]]] = {}
-    for paths, specs in layouts.items():
+    for paths, specs in specs_by_group.items():
         if any(spec is not None for spec in specs):
             by_specs.setdefault(specs, []).append(paths)
-    owners = {path: path for paths in layouts for path in paths} | dict(others or {})
+    owners = {path: path for paths in specs_by_group for path in paths} | dict(owners_of_other_paths or {})
     rules: dict[str, Specs] = {}
     for specs, groups in by_specs.items():
         wanted = {path for paths in groups for path in paths}
         unwanted = {path for path, owner in owners.items() if owner not in wanted}
         for pattern in merge_patterns(_find_shortest_pattern_parts(paths, unwanted) for paths in groups):
             matched = {owner for path, owner in owners.items() if re.match(pattern, path)} & wanted
-            if matched:  # if not, earlier rules match all variables by their aliases, so skip this rule
+            if matched:  # if empty, earlier rules already match all of these variables by their aliases
                 rules[pattern] = specs
                 wanted -= matched
     return rules
@@ -67,7 +67,7 @@ def _find_shortest_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tu
         # If the model becomes a part of a larger one, its paths get a prefix, so the pattern allows one.
         start = r".*\." if depth > length else r"(.*\.)?"
         regex = make_path_regex([".".join(each[-length:]) for each in split])
-        if _is_pattern_without_match(start + regex, unwanted):
+        if _has_no_match(start + regex, unwanted):
             return (start, *regex[:-1].split(r"\."))
     return find_whole_path_pattern_parts(paths, paths, unwanted)
 
@@ -83,7 +83,7 @@ def find_whole_path_pattern_parts(
         unwanted: Paths that it must not match.
     """
     for regex in (make_path_regex(matchable_paths), make_exact_number_regex(paths)):
-        if _is_pattern_without_match(regex, unwanted):
+        if _has_no_match(regex, unwanted):
             return ("", *regex[:-1].split(r"\."))
     return ("", f"({'|'.join(map(re.escape, paths))})")
 
@@ -98,7 +98,7 @@ def _join_alternatives(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else f"({'|'.join(texts)})"
 
 
-def _is_pattern_without_match(pattern: str, paths: Iterable[str]) -> bool:
+def _has_no_match(pattern: str, paths: Iterable[str]) -> bool:
     compiled = re.compile(pattern)
     return not any(compiled.match(path) for path in paths)
 

@@ -36,7 +36,7 @@ class NearMissSearch:
         self._by_skeleton: dict[str, dict[tuple[str, ...], str]] = {}
         for candidate in candidates:
             numbers = tuple(_NUMBER.findall(candidate))
-            self._by_skeleton.setdefault(_strip_numbers_and_signs(candidate), {}).setdefault(
+            self._by_skeleton.setdefault(_strip_numbers_and_regex_signs(candidate), {}).setdefault(
                 numbers, candidate
             )
 
@@ -46,7 +46,7 @@ class NearMissSearch:
             if len(self._by_skeleton) > self._left:
                 return []
             self._left -= len(self._by_skeleton)
-        wanted = _strip_numbers_and_signs(text).split(".")
+        wanted = _strip_numbers_and_regex_signs(text).split(".")
         numbers = tuple(_NUMBER.findall(text))
         matcher = difflib.SequenceMatcher()
         scored: list[tuple[float, str]] = []
@@ -67,13 +67,13 @@ class NearMissSearch:
         return [candidate for _, candidate in sorted(scored)[:count]]
 
 
-def _has_prefixes_in_order(wanted: Sequence[str], parts: Sequence[str]) -> bool:
+def _has_prefixes_in_order(words: Sequence[str], parts: Sequence[str]) -> bool:
     """Return whether each word is a prefix of a part of the path, in the order of the parts."""
     rest = iter(parts)
-    return any(wanted) and all(any(part.startswith(word) for part in rest) for word in wanted)
+    return any(words) and all(any(part.startswith(word) for part in rest) for word in words)
 
 
-def _strip_numbers_and_signs(text: str) -> str:
+def _strip_numbers_and_regex_signs(text: str) -> str:
     """Return the words of a path or pattern joined by dots, without numbers and regex signs."""
     text = text.replace("\\.", ".").replace("/", ".")
     text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)

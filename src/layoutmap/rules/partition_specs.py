@@ -14,7 +14,7 @@ from typing import Any, cast
 from layoutmap.core.arguments import as_int, describe_type
 from layoutmap.core.errors import RuleError, join_names, shorten_repr
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import make_path_regex, split_at_numbers
+from layoutmap.core.paths import make_path_regex, split_path_at_numbers
 from layoutmap.core.specs import Specs
 from layoutmap.core.variables import Assignment
 from layoutmap.rules.near_misses import find_nearest_candidates
@@ -39,24 +39,24 @@ def flatten_tree_by_path(tree: Any, where: str) -> dict[str, Any]:
             why=f"it is {describe_type(tree)}, but entries need paths",
             fix='pass a dict by path, as in {"d1.kernel": ...}, or nested dicts',
         )
-    return dict(_iterate_leaves(tree, ""))
+    return dict(_iterate_paths_and_leaves(tree, ""))
 
 
-def _iterate_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _iterate_paths_and_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     children: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, Mapping):
         children = cast("Mapping[Any, Any]", tree).items()
-    elif _is_list(tree) and not all(map(_is_part_of_leaf, tree)):
+    elif _is_list_or_tuple(tree) and not all(map(_is_part_of_leaf, tree)):
         children = enumerate(cast("list[Any]", tree))
     else:
         yield prefix.removesuffix("."), tree
     for key, child in children:
-        yield from _iterate_leaves(child, f"{prefix}{key}.")
+        yield from _iterate_paths_and_leaves(child, f"{prefix}{key}.")
 
 
 def _is_part_of_leaf(value: Any) -> bool:
     """Return whether a value can be a size in a shape or an entry in a spec, so that a list of these is a leaf."""
-    if _is_list(value):
+    if _is_list_or_tuple(value):
         return all(isinstance(dim, str) for dim in value)
     return value is None or isinstance(value, (str, int)) or str(value) == _UNCONSTRAINED
 
@@ -71,7 +71,7 @@ def read_shapes_by_path(parameters: object, where: str) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
     for path, leaf in flatten_tree_by_path(parameters, where).items():
         shape = leaf.variable.shape if isinstance(leaf, Assignment) else getattr(leaf, "shape", leaf)
-        if not _is_list(shape) or any(as_int(n) is None for n in shape):
+        if not _is_list_or_tuple(shape) or any(as_int(n) is None for n in shape):
             raise RuleError(
                 f"{where}: {path} has no shape",
                 facts={"value": shorten_repr(leaf)},
@@ -94,17 +94,18 @@ def read_partition_spec(value: object, where: str) -> Specs:
         raise _make_unsupported_error(
             where,
             f"memory kind {memory!r}",
-            "PartitionSpec rules cannot set memory; add this rule with memory=",
+            "a rule from a PartitionSpec cannot name a memory kind",
+            "leave this spec out, and add its rule with layout_map.add(.., memory=..)",
         )
     spec: Any = getattr(value, "spec", value)
     for name in ("unreduced", "reduced"):
         if dims := getattr(spec, name, None):
             raise _make_unsupported_error(
-                where, f"{name}={sorted(dims)}", "a variable cannot store partial sums"
+                where, f"{name}={sorted(dims)}", "a variable cannot store partial sums", f"leave {name} out"
             )
     if spec is None:
         return ()
-    if _is_no_sequence(spec):
+    if _is_not_sequence(spec):
         raise RuleError(
             f"{where}: {shorten_repr(spec)} is not a PartitionSpec",
             why=f"it is {describe_type(spec)}",
@@ -116,7 +117,7 @@ def read_partition_spec(value: object, where: str) -> Specs:
 def _read_spec_entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...] | None:
     if entry is None or isinstance(entry, str):
         return entry
-    if _is_list(entry) and all(isinstance(dim, str) for dim in entry):
+    if _is_list_or_tuple(entry) and all(isinstance(dim, str) for dim in entry):
         return tuple(entry)
     why = _ENTRIES
     if str(entry) == _UNCONSTRAINED:
@@ -125,7 +126,7 @@ def _read_spec_entry(entry: Any, axis: int, where: str) -> str | tuple[str, ...]
     raise _make_unsupported_error(where, f"entry {shorten_repr(entry)} of axis {axis}", why, fix)
 
 
-def _make_unsupported_error(where: str, what: str, why: str, fix: str = "leave it out") -> RuleError:
+def _make_unsupported_error(where: str, what: str, why: str, fix: str) -> RuleError:
     return RuleError(f"{where}: {what} is not supported in a layout", why=why, fix=fix)
 
 
@@ -154,7 +155,7 @@ def make_path_rules(specs: Mapping[str, Specs]) -> dict[str, Specs]:
     """
     groups: dict[tuple[str, ...], dict[Specs, list[str]]] = {}
     for path, array_specs in specs.items():
-        groups.setdefault(split_at_numbers(path), {}).setdefault(array_specs, []).append(path)
+        groups.setdefault(split_path_at_numbers(path), {}).setdefault(array_specs, []).append(path)
     rules: dict[str, Specs] = {}
     for by_specs in groups.values():
         for array_specs, paths in by_specs.items():
@@ -193,7 +194,7 @@ def check_path_known(path: str, shapes: Mapping[str, Shape], where: str) -> None
         raise RuleError(
             f"{where}: {path} is not one of the arrays",
             why=f"none of the {len(shapes)} shapes has this path",
-            fix=f"did you mean {near[0]}?" if near else "remove it, or pass its shape",
+            fix=f"did you mean {near[0]}?" if near else "remove this path, or pass the shape of its array",
         )
 
 
@@ -242,9 +243,9 @@ def read_rule_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
     """Return rules as a list of pairs of a text and a value, after checking that they are pairs.
 
     Raises:
-        RuleError: The rules are no sequence, or one is no pair that starts with text.
+        RuleError: The rules are not a sequence, or one is not a pair that starts with text.
     """
-    if _is_no_sequence(rules):
+    if _is_not_sequence(rules):
         raise RuleError(
             f"{where}: {shorten_repr(rules)} are not rules",
             why=f"they are {describe_type(rules)}",
@@ -252,10 +253,10 @@ def read_rule_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
         )
     found: list[tuple[str, Any]] = []
     for number, rule in enumerate(rules, 1):
-        if not _is_list(rule) or len(rule) != 2 or not isinstance(rule[0], str):
+        if not _is_list_or_tuple(rule) or len(rule) != 2 or not isinstance(rule[0], str):
             raise RuleError(
                 f"{where}: rule {number} cannot be read: {shorten_repr(rule)}",
-                why="a rule is a pair that starts with text",
+                why="a rule is a pair: a name or regex as text, and mesh dims or a spec",
                 fix='write it as in ("mlp", "tensor")',
             )
         found.append((rule[0], rule[1]))
@@ -263,9 +264,9 @@ def read_rule_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
 
 
 # A TypeGuard would narrow values of type `Any` to a list of unknown items, so return bool.
-def _is_list(value: object) -> bool:
+def _is_list_or_tuple(value: object) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def _is_no_sequence(value: object) -> bool:
+def _is_not_sequence(value: object) -> bool:
     return isinstance(value, (str, Mapping)) or not isinstance(value, Iterable)

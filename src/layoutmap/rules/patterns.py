@@ -34,7 +34,7 @@ def compile_pattern(pattern: str, rule_name: str) -> re.Pattern[str]:
     except (re.error, OverflowError, RecursionError) as error:
         raise RuleError(
             f"{rule_name} {pattern!r} is not a regex",
-            why=_explain_regex_error(error),
+            why=_format_regex_error(error),
             fix=_suggest_regex_fix(pattern.removeprefix(KERAS), error),
         ) from error
 
@@ -46,7 +46,7 @@ def check_pattern_is_fast(pattern: str, rule_name: str) -> None:
         RuleError: The pattern exceeds a limit.
     """
     # A `keras:` rule must match the whole name, so check the pattern with the end `$`.
-    reason = explain_slow_pattern(pattern + "$" * is_keras_rule(pattern))
+    reason = explain_why_pattern_is_slow(pattern + "$" * is_keras_rule(pattern))
     if reason:
         raise RuleError(
             f"{rule_name} {pattern[:_MAX_LENGTH]!r} could take too long on a path without a match",
@@ -56,11 +56,11 @@ def check_pattern_is_fast(pattern: str, rule_name: str) -> None:
 
 
 # A regex in a downloaded file can hang, so patterns from files have limits (decisions/0199).
-def explain_slow_pattern(pattern: str) -> str:
+def explain_why_pattern_is_slow(pattern: str) -> str:
     """Return the limit that a regex exceeds, in words, or an empty string if it exceeds none, so that it is fast.
 
     Example:
-        >>> explain_slow_pattern("(a+)+$"), explain_slow_pattern(r"(\\w+\\.)+kernel")
+        >>> explain_why_pattern_is_slow("(a+)+$"), explain_why_pattern_is_slow(r"(\\w+\\.)+kernel")
         ('a repeated group holds a repeat or an alternative', '')
     """
     if len(pattern) > _MAX_LENGTH:
@@ -90,7 +90,7 @@ def _has_repeat_or_alternative(group: str) -> bool:
     return any(map(_CHOICE.fullmatch, _TOKEN.findall(group)))
 
 
-def _explain_regex_error(error: Exception) -> str:
+def _format_regex_error(error: Exception) -> str:
     if not isinstance(error, re.error):
         return str(error)
     return error.msg if error.pos is None else f"{error.msg}, at character {error.pos}"

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import MeshError, RuleError
-from layoutmap.core.match import AS_REST, Rest, validate_rest
+from layoutmap.core.match import AS_REST, Rest, validate_rest_setting
 from layoutmap.core.mesh import Mesh, convert_mesh
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.uneven import UnevenSetting
@@ -90,7 +90,7 @@ class RuleSet(Rules):
 
     @rest.setter
     def rest(self, rest: Rest | None) -> None:
-        self._otherwise = AS_REST if validate_rest(rest, "layout_map") else type(self)._otherwise
+        self._otherwise = AS_REST if validate_rest_setting(rest, "layout_map") else type(self)._otherwise
 
     def update(self, rules: Any = (), /, **more: Any) -> None:
         """Add all rules in order, and also the activation rules of a layout map. If one is invalid, none is added.
@@ -102,10 +102,10 @@ class RuleSet(Rules):
         new = self._list_new_rules(rules, more)
         new_activations = self._activations._list_new_rules(theirs, {})
         with WRITE_LOCK:
-            mesh, entries = self._make_entries(new, self.mesh)
-            mesh, activations = self._activations._make_entries(new_activations, mesh)
-            self._append_entries(mesh, entries)
-            self._activations._append_entries(mesh, activations)
+            mesh, entries = self._make_rule_entries(new, self.mesh)
+            mesh, activations = self._activations._make_rule_entries(new_activations, mesh)
+            self._append_rule_entries(mesh, entries)
+            self._activations._append_rule_entries(mesh, activations)
 
     def __eq__(self, other: object) -> bool:
         """Compare the mesh, the rules in order, the activation rules, and `rest` of two maps.
@@ -141,8 +141,8 @@ class RuleSet(Rules):
               d1\\.kernel: [null, model]
         """
         mesh = self.mesh
-        return yaml_file.write_rules_file(
-            yaml_file.RulesFields(
+        return yaml_file.make_rules_file_text(
+            yaml_file.RulesFileFields(
                 dims=None if mesh is None else {dim.name: dim.size for dim in mesh.mesh_dims},
                 mesh_name="" if mesh is None else mesh.name,
                 devices=None if mesh is None else mesh.devices,
@@ -174,12 +174,12 @@ class RuleSet(Rules):
             >>> lm.LayoutMap.from_yaml(text, "model=4")["d1"].sharding_specs
             ('model',)
         """
-        fields = yaml_file.read_rules_file(text)
+        fields = yaml_file.parse_rules_file(text)
         mesh = parse_or_convert_mesh(mesh)
         if mesh is None and fields.dims is not None:
             types = dict.fromkeys(fields.explicit_dims, "explicit")
             mesh = Mesh(fields.devices, fields.dims, fields.mesh_name, axis_types=types)
-        return cls._from_fields(fields, mesh)
+        return cls._from_rules_fields(fields, mesh)
 
     @classmethod
     def preset(
@@ -219,10 +219,10 @@ class RuleSet(Rules):
             ('data', 'unsharded', 'unsharded')
         """
         mesh = parse_or_convert_mesh(mesh) or mesh
-        return cls._from_fields(presets.read_preset(name, mesh, model_dim, fsdp_dim, batch_dim), mesh)
+        return cls._from_rules_fields(presets.read_preset(name, mesh, model_dim, fsdp_dim, batch_dim), mesh)
 
     @classmethod
-    def _from_fields(cls, fields: yaml_file.RulesFields, mesh: Mesh | None) -> Self:
+    def _from_rules_fields(cls, fields: yaml_file.RulesFileFields, mesh: Mesh | None) -> Self:
         new = cls(mesh, uneven=fields.uneven, rest=fields.rest)
         rules = [
             (pattern, specs, fields.uneven_rules.get(pattern), "", fields.memory_rules.get(pattern))
@@ -234,7 +234,7 @@ class RuleSet(Rules):
             new.activations._add_rules(outputs)
         except RuleError:
             rows = [*((new, *rule) for rule in rules), *((new.activations, *rule) for rule in outputs)]
-            yaml_file.check_each_row(_add_rule_if_missing, rows)
+            yaml_file.check_each_argument_row(_add_rule_if_missing, rows)
             raise
         return new
 
@@ -273,7 +273,7 @@ def parse_or_convert_mesh(mesh: object) -> Mesh | None:
     raise MeshError(
         f"{mesh!r} is not a mesh",
         why=f"it is {describe_type(mesh)}",
-        fix=f'pass a Mesh, as lm.create_mesh("{_format_mesh_dims(mesh)}") makes one, or that text',
+        fix=f'pass lm.create_mesh("{_format_mesh_dims(mesh)}"), or its dims as text',
     )
 
 

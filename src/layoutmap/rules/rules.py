@@ -16,7 +16,7 @@ from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.match import Match, Rule, format_rule_layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.old_names import DeprecatedAlias
-from layoutmap.core.uneven import UnevenSetting, validate_uneven
+from layoutmap.core.uneven import UnevenSetting, validate_uneven_setting
 from layoutmap.rules.keras_rules import is_keras_rule
 from layoutmap.rules.near_misses import find_nearest_candidates
 from layoutmap.rules.patterns import compile_pattern
@@ -73,19 +73,19 @@ class Rules(MutableMapping[str, Layout]):
         uneven: UnevenSetting = "error",
     ):
         self._shared_mesh = shared_mesh
-        self._default_uneven: UnevenSetting = validate_uneven(uneven, self._expression)
+        self._default_uneven: UnevenSetting = validate_uneven_setting(uneven, self._expression)
         self._table = RuleTable()
         Rules.update(self, rules or {})
 
     # -- lookup
 
     def __getitem__(self, path: str) -> Layout | None:  # type: ignore[override]
-        rule = self._find_first_rule(path)
+        rule = self._find_winning_rule(path)
         return rule and rule.layout
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the layout of a path, or `default` if no rule matches."""
-        rule = self._find_first_rule(path)
+        rule = self._find_winning_rule(path)
         return rule.layout if rule else default
 
     def match(self, path: str) -> Match:
@@ -122,7 +122,7 @@ class Rules(MutableMapping[str, Layout]):
         """Mesh of the map, or None while it has neither a mesh nor a rule."""
         return self._shared_mesh.mesh
 
-    def _find_first_rule(self, path: str) -> Rule | None:
+    def _find_winning_rule(self, path: str) -> Rule | None:
         table = self._table
         exact = table.entries.get(path)
         if exact is not None:
@@ -179,25 +179,25 @@ class Rules(MutableMapping[str, Layout]):
     def _add_rules(self, new: Iterable[_NewRule]) -> None:
         new = list(new)
         with WRITE_LOCK:
-            self._append_entries(*self._make_entries(new, self._shared_mesh.mesh))
+            self._append_rule_entries(*self._make_rule_entries(new, self._shared_mesh.mesh))
 
-    def _make_entries(
+    def _make_rule_entries(
         self, new: Iterable[_NewRule], mesh: Mesh | None
     ) -> tuple[Mesh | None, list[RuleEntry]]:
         """Check new rules without adding them, and return the mesh that the map will have, and the rules' entries."""
         entries: dict[str, RuleEntry] = {}
         for pattern, layout, uneven, reason, memory in new:
-            entry = self._make_checked_entry(pattern, layout, uneven, mesh, entries, reason, memory)
+            entry = self._make_checked_rule_entry(pattern, layout, uneven, mesh, entries, reason, memory)
             entries[entry.rule.pattern] = entry
             mesh = entry.rule.layout.mesh
         return mesh, list(entries.values())
 
-    def _append_entries(self, mesh: Mesh | None, entries: Iterable[RuleEntry]) -> None:
+    def _append_rule_entries(self, mesh: Mesh | None, entries: Iterable[RuleEntry]) -> None:
         self._shared_mesh.mesh = mesh
         for entry in entries:
             self._table.append(entry)
 
-    def _make_checked_entry(
+    def _make_checked_rule_entry(
         self,
         pattern: object,
         layout: object,
@@ -247,7 +247,9 @@ class Rules(MutableMapping[str, Layout]):
                 why="layers write their outputs to device memory",
                 fix="leave memory out",
             )
-        setting = None if uneven is None else validate_uneven(uneven, f"{self._rule_kind} {pattern!r}")
+        setting = (
+            None if uneven is None else validate_uneven_setting(uneven, f"{self._rule_kind} {pattern!r}")
+        )
         number = len(self._table.in_order) + len(other_new_entries) + 1
         rule = Rule(number, pattern, value, setting or self._default_uneven, reason)
         return RuleEntry(rule, compiled, setting is not None)
@@ -284,7 +286,7 @@ class Rules(MutableMapping[str, Layout]):
         return [*new, *((pattern, layout, None, "", None) for pattern, layout in more.items())]
 
     def _get_uneven_settings(self) -> dict[str, UnevenSetting]:
-        """Return, by pattern, the `uneven` settings of the rules that do not use the setting of the map."""
+        """Return a dict from pattern to `uneven` setting, for rules that do not use the setting of the map."""
         entries = self._table.entries.copy().items()
         return {pattern: entry.rule.uneven for pattern, entry in entries if entry.has_uneven}
 
@@ -379,7 +381,7 @@ class Rules(MutableMapping[str, Layout]):
             f"{rule.number:>4}  {rule.pattern:<{width}}  {format_rule_layout(rule)}"
             for rule in rules
         ]
-        return "\n".join([f"{self.title()}, {format_count(len(rules), 'rule')}", *rows])
+        return "\n".join([f"{self.format_title()}, {format_count(len(rules), 'rule')}", *rows])
 
     def format_name(self, rule: Rule) -> str:
         """Return a rule's name for messages, such as `rule 2  .*kernel` or `activation rule 1  blocks`."""
@@ -387,7 +389,7 @@ class Rules(MutableMapping[str, Layout]):
 
     name_of = DeprecatedAlias("format_name")
 
-    def title(self) -> str:
+    def format_title(self) -> str:
         """Return the first words of the map's text: the name of the class and the mesh."""
         return f"{type(self).__name__} on {self.mesh or 'no mesh yet'}"
 
@@ -398,16 +400,18 @@ def _iterate_matching_rules(table: RuleTable, path: str) -> Iterator[Rule]:
     return (rule for rule in rules if is_keras_rule(rule.pattern)) if is_keras_rule(path) else rules
 
 
-def _describe_mesh_difference(ours: Mesh, theirs: Mesh) -> dict[str, str]:
+def _describe_mesh_difference(map_mesh: Mesh, layout_mesh: Mesh) -> dict[str, str]:
     """Return the first difference between the meshes of a map and of a layout, as facts for an error."""
     texts: tuple[str, str]
-    if ours.mesh_dims != theirs.mesh_dims:
-        texts = str(ours), str(theirs)
-    elif ours.name != theirs.name:
-        texts = f"named {ours.name!r}", f"named {theirs.name!r}"
-    elif ours.devices is None or theirs.devices is None:
-        texts = tuple("abstract" if m.is_abstract else f"on {m.device_type} devices" for m in (ours, theirs))  # type: ignore[assignment]
+    if map_mesh.mesh_dims != layout_mesh.mesh_dims:
+        texts = str(map_mesh), str(layout_mesh)
+    elif map_mesh.name != layout_mesh.name:
+        texts = f"named {map_mesh.name!r}", f"named {layout_mesh.name!r}"
+    elif map_mesh.devices is None or layout_mesh.devices is None:
+        texts = tuple(
+            "abstract" if m.is_abstract else f"on {m.device_type} devices" for m in (map_mesh, layout_mesh)
+        )  # type: ignore[assignment]
     else:
-        pairs = enumerate(zip(ours.devices, theirs.devices, strict=True))
+        pairs = enumerate(zip(map_mesh.devices, layout_mesh.devices, strict=True))
         texts = next((f"{a!r} at position {i}", f"{b!r} at position {i}") for i, (a, b) in pairs if a != b)
     return {"map's": texts[0], "layout's": texts[1]}

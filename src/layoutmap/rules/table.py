@@ -44,7 +44,7 @@ class RuleTable:
         self.entries[entry.rule.pattern] = entry
 
     def list_layouts(self) -> dict[str, Layout]:
-        """Return the layouts by pattern, in order."""
+        """Return a dict from pattern to layout, in the order of the rules."""
         return {rule.pattern: rule.layout for rule in self.in_order.copy()}
 
     def copy(self) -> RuleTable:

@@ -41,12 +41,12 @@ class ParallelStyle:
     output: Output = "as it comes"
     packed: bool = False
 
-    def find_sharded_axis(self, leaf: str, rank: int) -> int | None:
+    def find_sharded_axis(self, parameter_name: str, rank: int) -> int | None:
         """Return the axis along which the style shards a parameter of this name and rank, or None if there is none."""
         if self.sharded == "out":
             return max(rank - 2, 0) if rank else None
         if self.sharded == "in":
-            return None if leaf == "bias" or (self.packed and rank == 1) else rank - 1
+            return None if parameter_name == "bias" or (self.packed and rank == 1) else rank - 1
         return {"first": 0, "last": rank - 1}.get(self.sharded)
 
 
@@ -131,7 +131,7 @@ def is_model_function(source: object) -> bool:
 
 
 # A tensor parallel plan does not contain the ranks of parameters, so callers may pass their shapes (decisions/0014).
-def convert_tp_plan(
+def convert_tp_plan_to_rules(
     plan: Mapping[str, str],
     *,
     dim: str,
@@ -178,7 +178,7 @@ def convert_tp_plan(
             if style.sharded != "none of its own":
                 specs = tuple(dim if i == axis else None for i in range(rank))
                 rules[pattern + (rf"\.{re.escape(leaf)}" if leaf else "") + "$"] = specs
-        is_layer = "" not in found[key] and (modules is None or _matches_any(pattern, modules))
+        is_layer = "" not in found[key] and (modules is None or _has_matching_path(pattern, modules))
         if is_layer and style.output != "as it comes":
             activations[pattern + "$"] = {
                 "replicated": (batch_dim, None, None),
@@ -188,7 +188,7 @@ def convert_tp_plan(
         if parameters is not None and not found[key] and not is_layer:
             unmatched.append(f"{prefix}{key} ({name})")
     packed = [f"{prefix}{key} ({name})" for key, name in plan.items() if found[key] and STYLES[name].packed]
-    return TpRules(rules, activations, tuple(_make_warnings(packed, unmatched)))
+    return TpRules(rules, activations, tuple(_make_tp_plan_warnings(packed, unmatched)))
 
 
 def _check_style(key: str, name: object) -> None:
@@ -211,7 +211,7 @@ def _make_entry_regex(key: str) -> str:
     return r"\.".join(r"\d+" if part == "*" else re.escape(part) for part in key.split("."))
 
 
-def _matches_any(pattern: str, paths: Iterable[str]) -> bool:
+def _has_matching_path(pattern: str, paths: Iterable[str]) -> bool:
     match = re.compile(pattern).fullmatch
     return any(match(path) for path in paths)
 
@@ -224,7 +224,7 @@ def _list_parent_paths(path: str) -> list[str]:
 def _find_parameter_ranks(
     plan: Mapping[str, str], prefix: str, parameters: Mapping[str, Any]
 ) -> dict[str, dict[str, int]]:
-    """Return for each entry of a plan the ranks of the parameters to which it applies, by their names in the module.
+    """Return a dict from each entry of a plan to the names and ranks of the parameters to which it applies.
 
     An entry is for the parameter with its path, which has the name "", or else for the parameters of the module with
     its path that have no entry of their own. This is how transformers applies it.
@@ -240,9 +240,9 @@ def _find_parameter_ranks(
             if found[key].setdefault(name, rank) != rank:
                 raise RuleError(
                     f"tp_plan entry {key!r}: its parameters have different ranks, {found[key][name]} and {rank}",
-                    facts={"one of them": path},
+                    facts={"parameter": path},
                     why="a rule gives one layout, with a spec for each axis",
-                    fix="write an entry for each of them",
+                    fix="write an entry for each parameter",
                 )
     return found
 
@@ -263,7 +263,7 @@ def _guess_parameter_ranks(key: str, plan: Mapping[str, str]) -> dict[str, int]:
 
 
 def _make_unmatched_plan_error(key: str, prefix: str, parameters: Iterable[str]) -> RuleError:
-    """Return the error that no entry of a plan matches the model. Its fix is a prefix with which `key` would match."""
+    """Return the error that no entry of a plan matches the model. Its fix is a prefix that makes `key` match."""
     with_any_prefix = re.compile(rf"(.*?\.)?{_make_entry_regex(key)}(\.[^.]+)?")
     matches = (with_any_prefix.fullmatch(path) for path in parameters)
     other = next((match[1] or "" for match in matches if match), None)
@@ -277,7 +277,7 @@ def _make_unmatched_plan_error(key: str, prefix: str, parameters: Iterable[str])
     )
 
 
-def _make_warnings(packed: Sequence[str], unmatched: Sequence[str]) -> Iterable[str]:
+def _make_tp_plan_warnings(packed: Sequence[str], unmatched: Sequence[str]) -> Iterable[str]:
     if packed:
         yield format_message(
             "tp_plan: packed weights are sharded in consecutive pieces",

@@ -35,11 +35,11 @@ from typing import Any, cast
 
 from layoutmap.core.errors import LayoutMapError, MeshError, RuleError, shorten_repr
 from layoutmap.core.layout import UNSHARDED, validate_memory_kind
-from layoutmap.core.match import Rest, validate_rest
+from layoutmap.core.match import Rest, validate_rest_setting
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import ShardingSpec
 from layoutmap.core.strict_yaml import read_yaml
-from layoutmap.core.uneven import UnevenSetting, validate_uneven
+from layoutmap.core.uneven import UnevenSetting, validate_uneven_setting
 from layoutmap.rules.patterns import check_pattern_is_fast
 
 VERSION = 1
@@ -52,7 +52,7 @@ _FIX = "write it as LayoutMap.to_yaml() does: version, mesh and rules"
 
 
 @dataclass(frozen=True, slots=True)
-class RulesFields:
+class RulesFileFields:
     """Content of a rules file. `LayoutMap` checks the mesh and the rules.
 
     `rules` has the specs of variables by pattern, and `activations` those of layer outputs. `dims` is `None` if the
@@ -74,7 +74,7 @@ class RulesFields:
 
 
 # The reader refuses YAML tags, so write everything as lists, mappings, and scalars without tags (decisions/0199).
-def write_rules_file(fields: RulesFields) -> str:
+def make_rules_file_text(fields: RulesFileFields) -> str:
     """Return the text of a rules file with this content."""
     import yaml
 
@@ -148,7 +148,7 @@ def write_rules_file(fields: RulesFields) -> str:
     return text
 
 
-def read_rules_file(text: str) -> RulesFields:
+def parse_rules_file(text: str) -> RulesFileFields:
     """Return the content of a rules file after checking its form.
 
     Raises:
@@ -189,17 +189,17 @@ def read_rules_file(text: str) -> RulesFields:
     rules, uneven_rules, memory_rules = _split_rule_settings(
         _validate_mapping(_get_section(top, "rules"), "rules", None)
     )
-    return RulesFields(
+    return RulesFileFields(
         dims=dims,
         mesh_name=name or "",
         devices=None if devices is None else tuple(cast("list[str]", devices)),
         explicit_dims=tuple(cast("list[str]", explicit_dims or [])),
-        rules=_read_rules(rules, "rules", "rule"),
-        activations=_read_rules(_get_section(top, "activations"), "activations", "activation rule"),
-        uneven=validate_uneven(top.get("uneven", "error"), "rules file"),
+        rules=_read_rules_section(rules, "rules", "rule"),
+        activations=_read_rules_section(_get_section(top, "activations"), "activations", "activation rule"),
+        uneven=validate_uneven_setting(top.get("uneven", "error"), "rules file"),
         uneven_rules=uneven_rules,
         memory_rules=memory_rules,
-        rest=validate_rest(top.get("rest"), "rules file"),
+        rest=validate_rest_setting(top.get("rest"), "rules file"),
     )
 
 
@@ -215,7 +215,7 @@ def _read_mesh_section(value: object) -> dict[str, Any]:
         ) from error
 
 
-def read_schema() -> str:
+def read_rules_file_schema() -> str:
     """Return the text of the JSON Schema for rules files. It checks their structure, but not patterns and dims."""
     from importlib.resources import files
 
@@ -237,22 +237,22 @@ def _split_rule_settings(
             fields = _validate_mapping(value, f"rule {pattern!r}", {"layout", "uneven", "memory"})
             layouts[pattern] = fields.get("layout")
             if "uneven" in fields:
-                uneven[pattern] = validate_uneven(fields["uneven"], f"rules file: rule {pattern!r}")
+                uneven[pattern] = validate_uneven_setting(fields["uneven"], f"rules file: rule {pattern!r}")
             if kind := validate_memory_kind(fields.get("memory"), f"rules file: rule {pattern!r}", RuleError):
                 memory[pattern] = kind
     return layouts, uneven, memory
 
 
-def _read_rules(value: object, section: str, rule_kind: str) -> dict[str, tuple[Any, ...]]:
+def _read_rules_section(value: object, section: str, rule_kind: str) -> dict[str, tuple[Any, ...]]:
     rules = _validate_mapping(value, section, None)
-    check_each_row(_check_specs, [(rule_kind, pattern, specs) for pattern, specs in rules.items()])
+    check_each_argument_row(_check_specs, [(rule_kind, pattern, specs) for pattern, specs in rules.items()])
     return {
         pattern: tuple(tuple(cast("list[str]", s)) if isinstance(s, list) else s for s in specs)
         for pattern, specs in rules.items()
     }
 
 
-def check_each_row(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
+def check_each_argument_row(check: Callable[..., object], rows: Iterable[tuple[object, ...]]) -> None:
     """Call a check with each row of arguments, and raise one error at the end with the messages of all failures."""
     errors: list[LayoutMapError] = []
     for row in rows:

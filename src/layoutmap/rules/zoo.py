@@ -58,7 +58,7 @@ class PublishedModel:
         except ModuleNotFoundError as error:
             raise LayoutMapError(
                 f"{self.name}: {error.name} cannot be imported",
-                why=f"the model is {self.kind}",
+                why=f"the model is of the class {self.kind}",
                 fix=f"pip install {self.package.replace('_', '-')}",
             ) from error
         return kind(**{**self.config, **options})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import NumpyArray, split_numpy_index
@@ -20,11 +20,11 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.plan.problems import Problem
 from layoutmap.report.contents import (
     CheckpointContents,
-    format_contents_html,
-    format_contents_json,
-    format_contents_summary,
-    format_contents_text,
-    read_contents,
+    format_checkpoint_html,
+    format_checkpoint_json,
+    format_checkpoint_summary,
+    format_checkpoint_text,
+    read_checkpoint_contents,
 )
 from layoutmap.rules.near_misses import find_nearest_candidates
 from layoutmap.scope.plan import Plan
@@ -92,7 +92,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
     @property
     def global_bytes(self) -> int:
         """Size in bytes of all variables."""
-        return self._contents.table.global_bytes
+        return self._checkpoint_contents.table.global_bytes
 
     @property
     def plan(self) -> Plan:
@@ -100,7 +100,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
 
         In this plan, a variable that was saved without a layout is replicated.
         """
-        return Plan.from_table(self._contents.table)
+        return Plan.from_table(self._checkpoint_contents.table)
 
     def read(self, path: str, index: Any = ...) -> NumpyArray:
         """Read values of a variable, and verify their checksums if the format has checksums.
@@ -126,7 +126,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
             progress: Called with the path of each variable when it has been read.
         """
         if isinstance(self.source, StepSource):
-            return tuple(self.source.find_damage(progress))
+            return tuple(self.source.iterate_damage(progress))
         found: list[CheckpointError] = []
         for path in self._variables:
             try:
@@ -138,8 +138,8 @@ class Checkpoint(Mapping[str, SavedVariable]):
         return tuple(found)
 
     @cached_property
-    def _contents(self) -> CheckpointContents:
-        return read_contents(self.source, self._variables.values())
+    def _checkpoint_contents(self) -> CheckpointContents:
+        return read_checkpoint_contents(self.source, self._variables.values())
 
     @cached_property
     def _paths_by_alias(self) -> dict[str, str]:
@@ -171,7 +171,7 @@ class Checkpoint(Mapping[str, SavedVariable]):
             head |= manifest.facts
             head["files"] = [{"name": file.name, "bytes": file.num_bytes} for file in manifest.files]
             head["metadata"] = manifest.metadata
-        return format_contents_json(self._contents, head | {"bytes": self.global_bytes})
+        return format_checkpoint_json(self._checkpoint_contents, head | {"bytes": self.global_bytes})
 
     def to_html(self, problems: Sequence[CheckpointError] | None = None) -> str:
         """Return the content as a self-contained HTML page: facts, variables, and shards.
@@ -183,23 +183,24 @@ class Checkpoint(Mapping[str, SavedVariable]):
         from layoutmap.report.page.page import make_checkpoint_page
 
         return make_checkpoint_page(
-            self._contents, problems if problems is None else list(map(_make_problem, problems))
+            self._checkpoint_contents,
+            problems if problems is None else list(map(_convert_error_to_problem, problems)),
         )
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
-        return format_contents_text(self._contents, width)
+        return format_checkpoint_text(self._checkpoint_contents, width)
 
     __str__ = to_text
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {format_contents_summary(self._contents)}>"
+        return f"<Checkpoint {format_checkpoint_summary(self._checkpoint_contents)}>"
 
     def _repr_html_(self) -> str:
-        return format_contents_html(self._contents)
+        return format_checkpoint_html(self._checkpoint_contents)
 
 
-def _make_problem(error: CheckpointError) -> Problem:
+def _convert_error_to_problem(error: CheckpointError) -> Problem:
     facts = tuple((name, str(value)) for name, value in error.facts.items())
     return Problem("damaged", "error", error.what.partition(": ")[0], error.what, facts, error.why, error.fix)
 
@@ -229,4 +230,4 @@ def describe(directory: str | os.PathLike[str], *, step: int | None = None) -> C
         >>> float(found.read("d1.bias").sum())
         0.0
     """
-    return Checkpoint(open_source(directory, step))
+    return Checkpoint(open_checkpoint_source(directory, step))

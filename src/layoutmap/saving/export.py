@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from layoutmap.checkpoint.export import MAX_FILE_BYTES, export_source
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.checkpoint.source import Source
 from layoutmap.saving.model_source import ModelSource, read_model_name_table
 
@@ -61,11 +61,11 @@ def export(
     """
     options: dict[str, Any] = {"names": names, "max_shard_bytes": max_shard_bytes, "progress": progress}
     if isinstance(model, str | os.PathLike):
-        source: Source = open_source(os.fspath(cast("str | os.PathLike[str]", model)), step)
+        source: Source = open_checkpoint_source(os.fspath(cast("str | os.PathLike[str]", model)), step)
         return export_source(source, directory, format=format, **options)
     values = ModelSource(model, "export")
     if not values.is_first_process:
-        values.follow_first_process()
+        values.gather_until_released()
         return os.path.abspath(os.path.expanduser(os.fspath(directory)))
     is_complete = False
     try:
@@ -74,4 +74,4 @@ def export(
         is_complete = True
         return folder
     finally:
-        values.release_followers(is_complete=is_complete)
+        values.release_other_processes(is_complete=is_complete)

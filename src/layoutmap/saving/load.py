@@ -12,12 +12,12 @@ from layoutmap.adapters import (
     CheckpointAdapter,
     find_model_adapter,
     get_adapter,
-    get_imported_adapter,
+    get_adapter_of_imported_library,
     get_model_adapter,
     require_capability,
 )
 from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
-from layoutmap.checkpoint.foreign import open_source
+from layoutmap.checkpoint.foreign import open_checkpoint_source
 from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.model_values import Extra, Missing, ModelValues, is_integer_state
 from layoutmap.checkpoint.name_tables import read_name_table
@@ -32,7 +32,7 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import make_process_facts
 from layoutmap.rules.rule_set import RuleSet
-from layoutmap.saving.load_states import choose_data_state, choose_random_states, restore_data_or_undo
+from layoutmap.saving.load_states import choose_data_state, choose_random_states, restore_data_with_rollback
 from layoutmap.saving.model_source import read_model_name_table
 from layoutmap.scope.owner import retry_with_model_library
 from layoutmap.scope.process_group import MeshProcesses
@@ -122,7 +122,7 @@ def load(
     if layout_map is not None:
         library = options.get("library")
         adapter = require_capability(
-            get_adapter(library) if library else get_imported_adapter(), CheckpointAdapter, "load"
+            get_adapter(library) if library else get_adapter_of_imported_library(), CheckpointAdapter, "load"
         )
         options["library"] = adapter.name
         found, mesh = None, layout_map.mesh
@@ -133,7 +133,7 @@ def load(
             adapter.create_lazy_variables(found, (inputs,))
         mesh = find_model_mesh(adapter, found)
     processes = MeshProcesses(get_engine(adapter.engine_name), mesh)
-    source = _open_source(directory, step, processes)
+    source = _open_same_source(directory, step, processes)
     if isinstance(source, StepSource):
         source.verifies, source.cache_bytes = verify != "no", room_bytes
     table = None
@@ -143,7 +143,7 @@ def load(
     if isinstance(source, KerasWeights) and table is None:
         passed = {"optimizer": optimizer is not None, "data": data is not None, "cast": cast}
         passed |= {"missing": missing != "error", "extra": extra != "error"}
-        _check_unused_arguments(source, [name for name, is_passed in passed.items() if is_passed])
+        _check_arguments_for_keras_file(source, [name for name, is_passed in passed.items() if is_passed])
         if layout_map is not None:
             found = build(model, layout_map, progress=progress, inputs=inputs, **options)
         return _load_keras_weights(found, source)
@@ -160,9 +160,9 @@ def load(
         found, _ = loading.load_values(found, None, is_new=True)
     made = optimizer(found) if callable(optimizer) else optimizer
     random = choose_random_states([each.get("random", {}) for each in saved], *position)
-    within = restore_data_or_undo(adapter, processes, source.where, found, random, data, state)
+    within = restore_data_with_rollback(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
-    with nullcontext() if is_new or verify == "first" else mark_partial_load():
+    with nullcontext() if is_new or verify == "first" else mention_partial_load_in_errors():
         loaded = loading.load_values(
             found, made, is_new=is_new or verify != "first", after_checks=within, random_states=random
         )
@@ -205,7 +205,7 @@ def _check_arguments(
         )
 
 
-def _check_unused_arguments(source: KerasWeights, passed_names: Sequence[str]) -> None:
+def _check_arguments_for_keras_file(source: KerasWeights, passed_names: Sequence[str]) -> None:
 
     if passed_names:
         raise CheckpointError(
@@ -228,11 +228,13 @@ def _load_keras_weights(model: object, source: KerasWeights) -> Any:
     return model
 
 
-def _open_source(directory: str | os.PathLike[str], step: int | None, processes: MeshProcesses) -> Source:
+def _open_same_source(
+    directory: str | os.PathLike[str], step: int | None, processes: MeshProcesses
+) -> Source:
     """Open the same step in all processes. Without `step`, it is the last step that process 0 finds."""
 
     def open_checked_source(step: int | None) -> Source:
-        found = open_source(directory, step)
+        found = open_checkpoint_source(directory, step)
         if isinstance(found, StepSource):
             found.check_file_sizes()
         return found
@@ -240,10 +242,10 @@ def _open_source(directory: str | os.PathLike[str], step: int | None, processes:
     source = processes.run_in_all_processes(lambda: open_checked_source(step))
     if not isinstance(source, StepSource):
         return source
-    if differ := processes.find_differences(_format_step_identity(source)):
+    if differ := processes.gather_texts_if_different(_format_step_identity(source)):
         step = int(differ[0].split()[0])
         source = processes.run_in_all_processes(lambda: open_checked_source(step))
-        differ = processes.find_differences(_format_step_identity(source))
+        differ = processes.gather_texts_if_different(_format_step_identity(source))
     if differ:
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
@@ -259,8 +261,8 @@ def _format_step_identity(source: Any) -> str:
 
 
 @contextmanager
-def mark_partial_load() -> Generator[None]:
-    """Return a context manager that adds to each `CheckpointError` that the model may be loaded in part."""
+def mention_partial_load_in_errors() -> Generator[None]:
+    """Add to each `CheckpointError` in the block that the model may be loaded in part and must not be used."""
     try:
         yield
     except CheckpointError as error:
@@ -290,7 +292,7 @@ class ModelLoader:
         settings: Mapping[str, Any] = self.states.get("settings", {})
         self._settings = settings if settings.get("library") == adapter.name else dict[str, Any]()
         if override:
-            _check_override(override, self._settings)
+            _check_override_settings(override, self._settings)
         if self._settings:
             self._settings = {**self._settings, "override": dict(override or {})}
 
@@ -332,7 +334,8 @@ class ModelLoader:
         own = {
             each.variable.path: (each.array, memory)
             for each in rest
-            if not (_is_slot(each) and id(each.array) in weights) and (memory := self._get_memory(each.array))
+            if not (_is_slot(each) and id(each.array) in weights)
+            and (memory := self._get_writable_memory(each.array))
         }
         if not is_new:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
@@ -344,7 +347,7 @@ class ModelLoader:
 
             def read_arrays() -> Iterator[tuple[str, Any]]:
                 for path, variable in variables.items():
-                    read, layout = self.values.make_reader(variable), layouts[path]
+                    read, layout = self.values.make_block_reader(variable), layouts[path]
                     assert read is not None
                     array, memory = own.pop(path, (None, ()))
                     if self.values.read_into_shards(variable, memory):
@@ -365,10 +368,12 @@ class ModelLoader:
                     lambda: self.adapter.restore_variables(model, optimizer, read_arrays())
                 )
                 if random_states is not None:
-                    self.adapter.restore_settings(*loaded, {**self._settings, "random": random_states})
+                    self.adapter.restore_state_outside_variables(
+                        *loaded, {**self._settings, "random": random_states}
+                    )
             return loaded
 
-    def _get_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
+    def _get_writable_memory(self, array: object) -> Sequence[tuple[Index, NumpyArray]]:
         return self._engine.get_writable_memory(array) if isinstance(array, self._engine.array_types) else ()
 
     def _list_checked_variables(self, model: object, optimizer: object) -> Sequence[StoredVariable]:
@@ -384,7 +389,7 @@ class ModelLoader:
         kinds = {Kind.WEIGHT, Kind.STATE}
         if self._settings and (optimizer is not None or (slots and any(map(_is_slot, stored)))):
             kinds.add(Kind.SLOT)
-        self.values.check_all([each.variable for each in stored], kinds)
+        self.values.check_variables_match([each.variable for each in stored], kinds)
         return stored
 
     def _find_unread_slots(self, stored: Sequence[StoredVariable]) -> Sequence[str]:
@@ -418,7 +423,7 @@ class ModelLoader:
             saved = self.values.find_saved_variable(variable)
             assert saved is not None
             layout = layouts[variable.path]
-            read = self.values.make_reader(variable)
+            read = self.values.make_block_reader(variable)
             if is_integer_state(variable, saved) and read is not None:
                 read(make_full_index(saved.shape))  # raises if the value exceeds the range of the dtype
             elif layout is None:
@@ -432,7 +437,7 @@ class ModelLoader:
 
 # A Keras model may be compiled after the load, so `compile` restores its optimizer's slots (decisions/0081).
 def _warn_of_unread_slots(loading: ModelLoader, values: ModelValues, model: object) -> None:
-    """Warn of saved slots that were not read, and restore them once the model has an optimizer."""
+    """Warn that saved optimizer slots were not read, and restore them once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 
     def restore_slots() -> None:
@@ -448,7 +453,7 @@ def _warn_of_unread_slots(loading: ModelLoader, values: ModelValues, model: obje
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel({loading.adapter.name}))
 
-    is_restored = loading.adapter.restore_with_optimizer(model, restore_slots)
+    is_restored = loading.adapter.restore_when_optimizer_is_set(model, restore_slots)
     warning = LayoutMapWarning(
         f"{where}: {len(unread)} optimizer variables were not read",
         facts={"not read": join_names(unread)},
@@ -460,7 +465,7 @@ def _warn_of_unread_slots(loading: ModelLoader, values: ModelValues, model: obje
     warnings.warn(warning, stacklevel=find_user_stacklevel())
 
 
-def _check_override(override: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _check_override_settings(override: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
 
     found = settings.get("optimizer")
     groups: Sequence[Mapping[str, Any]] = (

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from layoutmap.adapters import CheckpointAdapter
-from layoutmap.adapters.data_states import find_restore_method, make_restore_function, restore_state
+from layoutmap.adapters.data_states import find_restore_method, make_state_restore_function, restore_state
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.scope.process_group import MeshProcesses
 
 
 def choose_data_state(
-    data: object, states: Sequence[Any], process: int, count: int, name: str = "data"
+    data: object, states: Sequence[Any], process_index: int, num_processes: int, name: str = "data"
 ) -> Any:
     """Return the saved state that this process restores in `data`.
 
@@ -38,29 +38,33 @@ def choose_data_state(
                 fix="pass the same names as to save",
             )
         return {
-            key: choose_data_state(each, [state[key] for state in states], process, count, f"{name}[{key!r}]")
+            key: choose_data_state(
+                each, [state[key] for state in states], process_index, num_processes, f"{name}[{key!r}]"
+            )
             for key, each in iterators.items()
         }
     find_restore_method(data)
-    found = choose_process_state(states, process, count)
+    found = choose_process_state(states, process_index, num_processes)
     if found is None:
         raise CheckpointError(
             f"{name}: each process saved its own state, and the number of processes has changed",
-            facts={"saved": f"{len(states)} processes", "loading": f"{count} processes"},
+            facts={"saved": f"{len(states)} processes", "loading": f"{num_processes} processes"},
             why="it is unknown where a different number of processes continues in the data",
             fix=f"start {len(states)} processes, or leave data out and restart the data",
         )
     return found[0]
 
 
-def choose_process_state(states: Sequence[Any], process: int, count: int) -> tuple[Any] | None:
-    """Return a 1-tuple of this process's state, or None if the states differ and the process count has changed."""
-    if len(states) == count:
-        return (states[process],)
+def choose_process_state(states: Sequence[Any], process_index: int, num_processes: int) -> tuple[Any] | None:
+    """Return a 1-tuple of this process's state, or None if states differ and the process count has changed."""
+    if len(states) == num_processes:
+        return (states[process_index],)
     return (states[0],) if all(_are_equal_states(states[0], state) for state in states[1:]) else None
 
 
-def choose_random_states(states: Sequence[Mapping[str, Any]], process: int, count: int) -> dict[str, Any]:
+def choose_random_states(
+    states: Sequence[Mapping[str, Any]], process_index: int, num_processes: int
+) -> dict[str, Any]:
     """Return the saved states of this process's random generators.
 
     If the states of the processes differed and the number of processes has changed, a generator has no saved state and
@@ -68,14 +72,14 @@ def choose_random_states(states: Sequence[Mapping[str, Any]], process: int, coun
     """
     found: dict[str, Any] = {}
     for name in states[0] if states else ():
-        own = choose_process_state([state.get(name) for state in states], process, count)
+        own = choose_process_state([state.get(name) for state in states], process_index, num_processes)
         if own is not None:
             found[name] = own[0]
     return found
 
 
 @contextmanager
-def restore_data_or_undo(
+def restore_data_with_rollback(
     adapter: CheckpointAdapter,
     processes: MeshProcesses,
     where: str,
@@ -98,17 +102,17 @@ def restore_data_or_undo(
     Raises:
         CheckpointError: A random generator, or `data`, cannot restore the saved state.
     """
-    undo = make_restore_function(data)
+    undo = make_state_restore_function(data)
 
     def restore_states() -> None:
-        before = {"random": adapter.read_settings(model)["random"]}
+        before = {"random": adapter.read_state_outside_variables(model)["random"]}
         try:
-            with _translate_errors(where, "the random states"):
-                adapter.restore_settings(model, None, {"random": random})
+            with _translate_restore_errors(where, "the random states"):
+                adapter.restore_state_outside_variables(model, None, {"random": random})
         finally:
-            adapter.restore_settings(model, None, before)
+            adapter.restore_state_outside_variables(model, None, before)
         if data is not None:
-            with _translate_errors(where, "data"):
+            with _translate_restore_errors(where, "data"):
                 restore_state(data, state)
 
     try:
@@ -120,7 +124,7 @@ def restore_data_or_undo(
 
 
 @contextmanager
-def _translate_errors(where: str, subject: str) -> Generator[None]:
+def _translate_restore_errors(where: str, subject: str) -> Generator[None]:
     """Convert any error that an object raises while it restores its state to a `CheckpointError`."""
     try:
         yield

@@ -17,13 +17,13 @@ import numpy as np
 from layoutmap.checkpoint.lineage import SavedStep, StepHistory, make_step_lineage, read_lineage_from_facts
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
-from layoutmap.checkpoint.retention import Retention, convert_metrics
+from layoutmap.checkpoint.retention import Retention, validate_metrics
 from layoutmap.checkpoint.step_writer import CopyBuffers, StepWriter
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.saving.load import load
 from layoutmap.saving.preemption import PreemptionSignal
-from layoutmap.saving.save_plan import convert_step, make_process_group, plan_save
+from layoutmap.saving.save_plan import find_model_processes, plan_save, validate_step_number
 from layoutmap.scope.process_group import MeshProcesses
 
 Later = Literal["refuse", "keep", "delete"]
@@ -38,8 +38,8 @@ class CheckpointManager:
     for its last save. With several processes, all make the same calls, and the first one decides which steps are due
     and which are deleted.
 
-    Each step records its parent: the step that was saved or loaded before it. A manager follows one line of steps:
-    `load` takes the last step of the line, and only steps of the line are deleted. If a run goes back, as with
+    Each step records its parent: the step that was saved or loaded before it. A manager follows one branch of steps:
+    `load` takes the last step of the branch, and only steps of the branch are deleted. If a run goes back, as with
     `load(step=30)` of 50, its argument `later` decides about the later steps.
 
     Args:
@@ -129,11 +129,11 @@ class CheckpointManager:
     def history(self) -> list[SavedStep]:
         """Wait for the save in flight. Return the last saved or loaded step and its existing ancestors, oldest first.
 
-        Each has `step`, `parent`, `created`, and `metrics`. Before the first `load` or `save`, they are the line of the
-        step that was saved last.
+        Each has `step`, `parent`, `created`, and `metrics`. Before the first `load` or `save`, they are the branch of
+        the step that was saved last.
         """
         self.wait()
-        return self._history.list_lineage(self._position or self._history.find_last_saved_step())
+        return self._history.list_step_and_ancestors(self._position or self._history.find_last_saved_step())
 
     # Training may change values while a thread writes them, so first copy arrays in writable memory (decisions/0080).
     def save(
@@ -166,25 +166,26 @@ class CheckpointManager:
             CheckpointError: See `layoutmap.save`. Or the previous save failed, or later steps exist and `load` was not
                 told what to do with them.
         """
-        number = convert_step(step)
+        number = validate_step_number(step)
         if self._flight is not None and self._flight.has_failed and self._flight.is_alone:
             self.wait()
-        is_due = self._is_due(model, number) or force
+        is_save_due = self._is_save_due(model, number) or force
         self._last_seen_step = number
         is_there = self._position is not None and number == self._position.step and not self._is_deleted
-        if not is_due or is_there:
+        if not is_save_due or is_there:
             if self._is_preempted:
                 self.wait()
             return False
-        found = convert_metrics(metrics, self._retention.best)
+        found = validate_metrics(metrics, self._retention.best)
         plan = plan_save(
             model, self._directory, number, optimizer=optimizer, data=data, metadata=metadata, metrics=found
         )
         self._group = plan.group
         # Wait in all processes together: if the previous save failed in one of them, all raise.
         self._group.run_in_all_processes(self.wait, "save")
-        writer = plan.begin(
-            lambda token: self._resolve_later_steps(number, token), patience_seconds=self._patience_seconds
+        writer = plan.begin_step(
+            lambda token: self._check_later_steps_and_make_lineage(number, token),
+            patience_seconds=self._patience_seconds,
         )
         saved = read_lineage_from_facts(number, writer.step_facts)
         with writer:
@@ -214,14 +215,14 @@ class CheckpointManager:
 
         Args:
             model: See `layoutmap.load`.
-            step: Number of the step; `None`: the last one of this manager's line, or at first the step saved last.
-            best: Whether to load the best step of the line instead.
+            step: Number of the step; `None`: the last one of this manager's branch, or at first the step saved last.
+            best: Whether to load the best step of the branch instead.
             damaged: What to do if the step is damaged: `"error"`, or `"skip"` to warn and take the step before it or
                 the next best one. With `"skip"`, each process first reads the whole step. A damaged step is replaced
                 when a step with its number is saved.
             later: What to do with later steps that come from this one if the run continues from it. `"refuse"`: the
-                next save before them raises an error that names them. `"keep"`: they stay, as a separate line, until a
-                step with their number is saved. `"delete"`: they are deleted after the load.
+                next save before them raises an error that names them. `"keep"`: they stay, as a separate branch, until
+                a step with their number is saved. `"delete"`: they are deleted after the load.
             **options: Other arguments of `layoutmap.load`: `layout_map`, `optimizer`, `data`, `missing`, ...
 
         Returns:
@@ -237,21 +238,21 @@ class CheckpointManager:
                 fix='leave later out, or pass later="keep"',
             )
         self.wait()
-        wanted = [step] if step is not None else self._rank_steps() if best else self._list_run_steps()
+        wanted = [step] if step is not None else self._list_best_steps() if best else self._list_run_steps()
         number = wanted[0] if wanted else None
         if damaged == "skip":
             found = self._find_undamaged_step(wanted)
             if found is None and step is None and not best:
-                # Without the damaged manifests, now known, the run's branch may be a different one: search its steps.
+                # The search has found damaged manifests. Without them, the run may be on another branch, so search it.
                 found = self._find_undamaged_step([n for n in self._list_run_steps() if n not in wanted])
             number = number if found is None else found
         loaded = load(model, self._directory, step=number, **options)
         assert number is not None
-        self._group = make_process_group(loaded if options.get("optimizer") is None else loaded[0])
-        self._position = self._history.read_steps().get(number) or SavedStep(number, lines={"": number})
+        self._group = find_model_processes(loaded if options.get("optimizer") is None else loaded[0])
+        self._position = self._history.read_lineages().get(number) or SavedStep(number, lines={"": number})
         self._last_seen_step, self._keeps_later, self._is_deleted = number, later == "keep", False
         if later == "delete":
-            later_steps = self._find_descendants(self._history.read_steps().values())
+            later_steps = self._find_descendants(self._history.read_lineages().values())
             self._delete_steps([each.step for each in later_steps])
         return loaded
 
@@ -265,7 +266,7 @@ class CheckpointManager:
             self.wait()
         else:  # wait in all processes together, so that all of them list the same steps below
             self._group.run_in_all_processes(self.wait, "save")
-        number = convert_step(step)
+        number = validate_step_number(step)
         if number not in self.steps and not (self._group and self._group.has_other_processes):
             raise CheckpointError(
                 f"{self._storage.where}: there is no step {number} to delete",
@@ -314,12 +315,12 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
 
-    def _resolve_later_steps(self, step: int, token: str) -> SavedStep:
-        """Return a new step's lineage. Raise or warn for later steps, and delete a replaced step of the same number."""
+    def _check_later_steps_and_make_lineage(self, step: int, token: str) -> SavedStep:
+        """Return a new step's lineage. Raise or warn if later steps exist. Delete a step with the same number."""
         position = self._position
         last = position or self._history.find_last_saved_step()
-        existing = self._history.read_steps()
-        if later := self._find_blocking_steps(step, existing.values()):
+        existing = self._history.read_lineages()
+        if later := self._find_steps_that_block_save(step, existing.values()):
             load = (
                 'load the step with later="delete" or later="keep"'
                 if position
@@ -328,7 +329,7 @@ class CheckpointManager:
             raise CheckpointError(
                 f"{self._storage.where}: step {step} cannot be saved, because later steps exist",
                 facts={} if position is None else {"last loaded or saved": position.step},
-                why="a restart would resume from the later steps, and `later` was not set",
+                why="a restart would resume from the later steps, and `load` was not told to keep or delete them",
                 fix=f"{load}; or save into another directory, or delete these folders first: "
                 f"{join_names([f'step-{each}' for each in later])}",
             )
@@ -340,7 +341,7 @@ class CheckpointManager:
                 LayoutMapWarning(
                     f"step {step} continues step {position.step if position else None}, although later steps exist",
                     facts={"steps": join_names(list(map(str, left)))},
-                    why="the later steps are kept as another line, from which this run deletes nothing",
+                    why="the later steps stay as a separate branch, from which this run deletes nothing",
                     fix='load the step with later="delete" or later="keep"; use one directory per run',
                 ),
                 stacklevel=find_user_stacklevel(),
@@ -348,11 +349,11 @@ class CheckpointManager:
         # Delete a step with the same number on a different branch, because it would prevent the save.
         if (step in existing and position is not None) or step in self._damaged:
             self._storage.delete_step(step)
-            self._history.remove_step(step)
+            self._history.forget_step(step)
         return make_step_lineage(step, token, last, existing.values())
 
-    def _find_blocking_steps(self, step: int, existing: Iterable[SavedStep]) -> list[int]:
-        """Return the numbers of the steps that are later than a new step and were not kept on purpose."""
+    def _find_steps_that_block_save(self, step: int, existing: Iterable[SavedStep]) -> list[int]:
+        """Return the numbers of the steps that forbid saving a new step: later ones that were not kept on purpose."""
         position, left = self._position, self._find_descendants(existing)
         found = {n for n in self._history.damaged if n > step}
         for each in existing:
@@ -377,11 +378,11 @@ class CheckpointManager:
         if self._group is None:
             delete_folders()
         else:
-            self._group.run_in_first(delete_folders)
+            self._group.run_in_first_process(delete_folders)
         for step in steps:
-            self._history.remove_step(step)
+            self._history.forget_step(step)
 
-    def _is_due(self, model: object, step: int) -> bool:
+    def _is_save_due(self, model: object, step: int) -> bool:
         """Return whether a step is due or is the last one before preemption. The result is equal in all processes."""
         if self._is_preempted:
             return False
@@ -389,45 +390,45 @@ class CheckpointManager:
         if self._preemption is not None:
             own[1] = self._preemption.seconds_since_signal
         if self._preemption is not None or self._retention.every_minutes is not None:
-            self._group = self._group or make_process_group(model)
+            self._group = self._group or find_model_processes(model)
             rows = self._group.gather_from_processes(own) if self._group.has_other_processes else own[None]
             own = np.array([rows[0, 0], rows[:, 1].max()])
         if self._preemption is not None and own[1] >= 0:
             self._is_preempted = True
             # Save the step unless the time after which the machine stops has already passed.
             return bool(own[1] < self._preemption.total_seconds)
-        return self._retention.is_due(step, self._last_seen_step, float(own[0]))
+        return self._retention.is_save_due(step, self._last_seen_step, float(own[0]))
 
     def _write_step(self, writer: StepWriter, saved: SavedStep) -> None:
         """Write a step. In the first process, then delete the steps that the retention options do not keep."""
         with writer:
             writer.write_step()
         if writer.is_first_process:
-            self._history.add_step(saved)
-            metrics = self._collect_metrics(saved)
+            self._history.cache_step(saved)
+            metrics = self._collect_metrics_by_step(saved)
             for old in metrics.keys() - self._retention.choose_kept_steps(metrics, saved.step):
                 self._storage.delete_step(old)
-                self._history.remove_step(old)
+                self._history.forget_step(old)
 
-    def _collect_metrics(self, last: SavedStep | None) -> dict[int, Mapping[str, float]]:
-        """Return the metrics of a step, its ancestors, and earlier damaged steps, in ascending order of the steps."""
-        found = {each.step: each.metrics for each in self._history.list_lineage(last)}
+    def _collect_metrics_by_step(self, last: SavedStep | None) -> dict[int, Mapping[str, float]]:
+        """Return a dict from step number to metrics for a step, its ancestors, and earlier damaged steps."""
+        found = {each.step: each.metrics for each in self._history.list_step_and_ancestors(last)}
         found |= {n: {} for n in self._history.damaged if last is not None and n <= last.step}
         return dict(sorted(found.items()))
 
     def _list_run_steps(self) -> list[int]:
         """Return the steps of this run that can be loaded, latest first."""
         last = self._position or self._history.find_last_saved_step()
-        found = [*self._collect_metrics(last)]
+        found = [*self._collect_metrics_by_step(last)]
         # If the manifest of the last step is damaged, its branch is unknown, so add that of the last undamaged step.
         if last is not None and last.step in self._history.damaged:
-            undamaged = self._history.read_steps().values()
-            found += self._collect_metrics(max(undamaged, key=_get_save_order, default=None))
+            undamaged = self._history.read_lineages().values()
+            found += self._collect_metrics_by_step(max(undamaged, key=_get_save_order, default=None))
         return sorted({*found}, reverse=True)
 
-    def _rank_steps(self) -> list[int]:
+    def _list_best_steps(self) -> list[int]:
         """Return the steps that have the metric, best first. Raise if there are none."""
-        metrics = self._collect_metrics(self._position or self._history.find_last_saved_step())
+        metrics = self._collect_metrics_by_step(self._position or self._history.find_last_saved_step())
         if found := self._retention.rank_steps_by_metric(metrics):
             return found
         raise CheckpointError(
@@ -441,7 +442,7 @@ class CheckpointManager:
         """Return the first undamaged step, or None. Warn of each damaged step before it."""
         for step in steps:
             try:
-                problem = next(StepSource(self._storage, step).find_damage(), None)
+                problem = next(StepSource(self._storage, step).iterate_damage(), None)
             except CheckpointError as error:
                 problem = error
                 self._history.mark_step_as_damaged(step)

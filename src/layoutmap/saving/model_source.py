@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from layoutmap.adapters import CheckpointAdapter, get_model_adapter, require_capability
-from layoutmap.checkpoint.name_tables import NameTable, make_model_table, read_name_table
+from layoutmap.checkpoint.name_tables import NameTable, make_name_table_of_model, read_name_table
 from layoutmap.checkpoint.renamed_source import rename_source
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
@@ -24,7 +24,7 @@ _WRITTEN, _FAILED, _AWAIT_REQUEST = -1, -2, -3
 
 
 class ModelSource(Source):
-    """Read the values of a model as a source. One variable is gathered at a time.
+    """Read the values of a model block by block, like those of a checkpoint. One variable is gathered at a time.
 
     With several processes, the first one broadcasts the index of each variable that it reads, and all gather it.
 
@@ -34,7 +34,7 @@ class ModelSource(Source):
 
     Attributes:
         adapter: Adapter of the model.
-        is_first_process: Whether this process reads. The others call `follow_first_process`.
+        is_first_process: Whether this process reads. The others call `gather_until_released`.
     """
 
     def __init__(self, model: object, verb: str):
@@ -60,18 +60,18 @@ class ModelSource(Source):
             )
         self._numbers = {path: number for number, path in enumerate(self._arrays)}
 
-    def read_in_all_processes(self) -> None:
-        """Make every process read from now on. All must read the same variables in the same order."""
+    def enable_reads_in_all_processes(self) -> None:
+        """Let all processes read, not only the first. All must read the same variables in the same order."""
         self._gather = None
 
-    def release_followers(self, *, is_complete: bool) -> None:
-        """End `follow_first_process` in the other processes, where it raises if the reads are not complete."""
-        self._broadcast_number(_WRITTEN if is_complete else _FAILED)
+    def release_other_processes(self, *, is_complete: bool) -> None:
+        """End `gather_until_released` in the other processes. There it raises unless `is_complete`."""
+        self._broadcast_request(_WRITTEN if is_complete else _FAILED)
 
-    def follow_first_process(self) -> None:
-        """Gather each variable that process 0 reads, until process 0 calls `release_followers`."""
+    def gather_until_released(self) -> None:
+        """Gather each variable that process 0 reads, until process 0 calls `release_other_processes`."""
         arrays = [*self._arrays.values()]
-        while (number := self._broadcast_number(_AWAIT_REQUEST)) >= 0:
+        while (number := self._broadcast_request(_AWAIT_REQUEST)) >= 0:
             self._engine.to_numpy(arrays[number])
         if number == _FAILED:
             raise CheckpointError(
@@ -80,15 +80,15 @@ class ModelSource(Source):
                 fix="correct the error of the first process",
             )
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
         path = variable.path
         if self._last is None or self._last[0] != path:
             self._last = None
-            self._broadcast_number(self._numbers[path])
+            self._broadcast_request(self._numbers[path])
             self._last = path, self._engine.to_numpy(self._arrays[path])
-        return self._last[1][wanted]
+        return self._last[1][index]
 
-    def _broadcast_number(self, number: int) -> int:
+    def _broadcast_request(self, number: int) -> int:
         """Return process 0's `number` in all processes: the index of a variable to gather, or a code for the end."""
         return number if self._gather is None else int(self._gather(np.array(number)).max())
 
@@ -106,13 +106,13 @@ def read_model_name_table(names: Names, model: object, adapter: CheckpointAdapte
         RuleError: The table cannot be read.
     """
     if names == "checkpoint":
-        return make_model_table(
+        return make_name_table_of_model(
             f"the checkpoint of {type(model).__name__}", adapter.list_checkpoint_names(model)
         )
     return None if names is None else read_name_table(names)
 
 
-def select_weights(source: Source, table: NameTable | None) -> tuple[Source, list[SavedVariable]]:
+def rename_and_select_weights(source: Source, table: NameTable | None) -> tuple[Source, list[SavedVariable]]:
     """Return a pair: the renamed source, and the list of its variables that are weights or moving statistics."""
     if table is not None:
         source = rename_source(source, table)

@@ -40,7 +40,7 @@ class PreemptionSignal:
                 earlier_handler(number, frame)
 
         signal.signal(signal.SIGTERM, record_signal)
-        self._close = weakref.finalize(self, _restore_handler, record_signal, earlier_handler)
+        self._close = weakref.finalize(self, _restore_earlier_handler, record_signal, earlier_handler)
         self._close.atexit = False
 
     @property
@@ -53,7 +53,7 @@ class PreemptionSignal:
         self._close()
 
 
-def _restore_handler(handler: Any, earlier_handler: Any) -> None:
+def _restore_earlier_handler(handler: Any, earlier_handler: Any) -> None:
     """Install the earlier handler of SIGTERM again, unless the program has replaced `handler` since."""
     is_installed = signal.getsignal(signal.SIGTERM) is handler
     if is_installed and threading.current_thread() is threading.main_thread():

@@ -35,9 +35,9 @@ from layoutmap.core.interrupts import delay_interrupts
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.saving.load import ModelLoader, find_model_mesh, mark_partial_load
-from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, select_weights
-from layoutmap.saving.stream import compute_digest, release_followers_at_end
+from layoutmap.saving.load import ModelLoader, find_model_mesh, mention_partial_load_in_errors
+from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, rename_and_select_weights
+from layoutmap.saving.stream import compute_digest, release_other_processes_at_end
 from layoutmap.scope.process_group import MeshProcesses
 
 _KINDS = Kind.WEIGHT, Kind.STATE
@@ -90,7 +90,7 @@ def receive(
         True
     """
     if find_model_adapter(model) is None and callable(model):
-        return _receive_for_function(model, open_link(source, timeout_seconds), library, spool)
+        return _receive_into_function(model, open_link(source, timeout_seconds), library, spool)
     adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "receive")
     processes = MeshProcesses(get_engine(adapter.engine_name), find_model_mesh(adapter, model))
     table = read_model_name_table(names, model, adapter)
@@ -101,12 +101,14 @@ def receive(
             if processes.process_index:
                 return []
             link = open_link(source, timeout_seconds)
-            stack.enter_context(_answer_sender(link))
+            stack.enter_context(_answer_sender_at_end(link))
             scratch = stack.enter_context(_open_temporary_folder(spool))
 
             def check_model_matches(begin: BeginRecord) -> None:
                 try:
-                    ModelValues(_ReceivedWeights(begin), names=table, cast=cast).check_all(variables, _KINDS)
+                    ModelValues(_ReceivedWeights(begin), names=table, cast=cast).check_variables_match(
+                        variables, _KINDS
+                    )
                 except CheckpointError as error:
                     raise CheckpointError(
                         "receive: the weights do not match this model",
@@ -125,16 +127,16 @@ def receive(
         values = ModelValues(received, names=table, cast=cast)
         only = None
         if received.unchanged:
-            values.check_all(variables, _KINDS)
+            values.check_variables_match(variables, _KINDS)
             only, kept = _find_changed_variables(values, variables, received.unchanged)
             _store_needed_unchanged_weights(model, table, received.unchanged, kept, scratch / "kept")
-            processes.run_in_all_processes(lambda: received.add_files(scratch / "kept"), "receive")
+            processes.run_in_all_processes(lambda: received.add_files_in_folder(scratch / "kept"), "receive")
 
         # All values are verified, so only an interrupt could mix old and new values: delay interrupts (decisions/0246).
         @contextmanager
         def delay_interrupts_until_answer() -> Generator[None]:
             after_answer.enter_context(delay_interrupts())
-            with mark_partial_load():
+            with mention_partial_load_in_errors():
                 yield
 
         loading = ModelLoader(adapter, values, processes, None, None)
@@ -158,7 +160,7 @@ class _ReceivedWeights(Source):
         self.unchanged = begin.unchanged
         self._files: dict[str, Safetensors] = {}
         if folder is not None:
-            self.add_files(folder)
+            self.add_files_in_folder(folder)
             sent = {v for v in begin.list_variables() if v.path not in begin.unchanged}
             found = {v for file in self._files.values() for v in file.variables.values()}
             if wrong := {replace(v, aliases=()) for v in sent} ^ found:
@@ -167,7 +169,7 @@ class _ReceivedWeights(Source):
                     self.where, f"{path:.200} is missing, or differs from the announced variable"
                 )
 
-    def add_files(self, folder: Path) -> None:
+    def add_files_in_folder(self, folder: Path) -> None:
         """Add the variables in the files of a folder."""
         file = Safetensors(folder)
         self._files |= dict.fromkeys(file.variables, file)
@@ -177,19 +179,19 @@ class _ReceivedWeights(Source):
         for name, file in self._files.items():
             yield name, file.read(name)
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
-        return self._files[variable.path].read(variable.path, wanted)
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
+        return self._files[variable.path].read(variable.path, index)
 
-    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
+    def _verify_block(self, variable: SavedVariable, index: Index) -> None:
         """Do nothing, because the checksums of the files were verified on arrival."""
 
 
-def _receive_for_function(
+def _receive_into_function(
     function: Callable[..., Any], link: StreamLink, library: str | None, spool: str | None
 ) -> Any:
     """Receive weights, pass them to a function, and return its result."""
     adapter = require_capability(get_adapter(library), CheckpointAdapter, "receive") if library else None
-    with _answer_sender(link), _open_temporary_folder(spool) as scratch:
+    with _answer_sender_at_end(link), _open_temporary_folder(spool) as scratch:
         folder = _receive_files(link, scratch, lambda begin: None)
         weights = _ReceivedWeights(_read_begin_record(scratch), folder).iterate_arrays()
         return function(weights if adapter is None else ((n, adapter.make_host_array(v)) for n, v in weights))
@@ -234,17 +236,17 @@ def _find_changed_variables(
 def _store_needed_unchanged_weights(
     model: object, table: NameTable | None, unchanged: Mapping[str, str], needed: Sequence[str], folder: Path
 ) -> None:
-    """Compare the model with the checksums of unchanged weights, and write the needed ones of these to files.
+    """Compare a model with checksums of unchanged weights, and write the needed ones of these to files.
 
     Raises:
         CheckpointError: A value differs, since the model has missed an earlier stream.
     """
     source = ModelSource(model, "receive")
     if not source.is_first_process:
-        source.follow_first_process()
+        source.gather_until_released()
         return
-    named, _ = select_weights(source, table)
-    with release_followers_at_end(source):
+    named, _ = rename_and_select_weights(source, table)
+    with release_other_processes_at_end(source):
         for name, checksum in unchanged.items():
             if compute_digest(named.read(name)) != checksum:
                 raise CheckpointError(
@@ -273,7 +275,7 @@ def _open_temporary_folder(spool: str | None) -> Generator[Path]:
 
 
 @contextmanager
-def _answer_sender(link: StreamLink) -> Generator[None]:
+def _answer_sender_at_end(link: StreamLink) -> Generator[None]:
     """Answer the sender when the block ends: with success, or with the error that the block raised."""
     try:
         yield

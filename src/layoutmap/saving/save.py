@@ -52,6 +52,6 @@ def save(
         (8, 16)
     """
     plan = plan_save(model, directory, step, optimizer=optimizer, data=data, metadata=metadata)
-    with plan.begin() as writer, Progress(plan.variables, enabled=progress, verb="saved") as shown:
+    with plan.begin_step() as writer, Progress(plan.variables, enabled=progress, verb="saved") as shown:
         writer.write_step(shown)
     return writer.where

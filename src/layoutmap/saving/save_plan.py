@@ -1,6 +1,6 @@
 """Plan a save: all processes agree on the step, its manifest, and the process that writes each shard.
 
-plan_save --agree--> SavePlan --begin--> StepWriter --write--> the step
+plan_save --agree--> SavePlan --begin_step--> StepWriter --write_step--> the step
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import encode_state
-from layoutmap.checkpoint.step_writer import StepWriter, create_step_if_space
+from layoutmap.checkpoint.step_writer import StepWriter, create_step_folder_if_space
 from layoutmap.checkpoint.storage import MOST_STEP, Storage, make_random_token
 from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.arguments import as_int
@@ -63,7 +63,7 @@ class SavePlan:
         saved = [each.variable for each in self.shards]
         return {v.path: VariableSpec(v.path, v.shape, v.dtype, v.kind) for v in saved}
 
-    def begin(
+    def begin_step(
         self,
         choose_lineage: Callable[[str], SavedStep] | None = None,
         *,
@@ -84,12 +84,12 @@ class SavePlan:
         own_token, step = make_random_token(), self.manifest.step
 
         def make_folder() -> list[str]:
-            lineage = choose_lineage(own_token) if choose_lineage else self._extend_last_lineage(own_token)
-            folder = create_step_if_space(self.storage, step, own_token, self.total_bytes)
+            lineage = choose_lineage(own_token) if choose_lineage else self._make_next_lineage(own_token)
+            folder = create_step_folder_if_space(self.storage, step, own_token, self.total_bytes)
             return [own_token, folder, json.dumps(convert_lineage_to_facts(lineage))]
 
         try:
-            token, folder, lineage = self.group.run_in_first(make_folder)
+            token, folder, lineage = self.group.run_in_first_process(make_folder)
             facts = {"id": token, **json.loads(lineage), **self.manifest.facts}
             return StepWriter(
                 self.storage,
@@ -106,12 +106,12 @@ class SavePlan:
             self.storage.discard_step(step, own_token)
             raise
 
-    def _extend_last_lineage(self, token: str) -> SavedStep:
+    def _make_next_lineage(self, token: str) -> SavedStep:
         """Return the lineage of a new step that continues the step that was saved last."""
         history, step = StepHistory(self.storage), self.manifest.step
         last = history.find_last_saved_step()
         position = last if last is not None and last.step < step else None
-        return make_step_lineage(step, token, position, history.read_steps().values())
+        return make_step_lineage(step, token, position, history.read_lineages().values())
 
 
 def plan_save(
@@ -159,11 +159,11 @@ def plan_save(
         }
         if metrics is not None:
             facts["metrics"] = encode_state(metrics, "metrics")
-        settings = dict(adapter.read_settings(model, optimizer))
+        settings = dict(adapter.read_state_outside_variables(model, optimizer))
         own = {"random": encode_state(settings.pop("random"), "random")}
         own |= {} if data is None else {"data": encode_state(read_state(data), "data")}
         states = {"settings": encode_state({"library": adapter.name} | settings, "settings")}
-        number = convert_step(step)
+        number = validate_step_number(step)
         return Manifest(number, facts, encode_state(metadata, "metadata"), states, (), variables, {}), own
 
     manifest, own_states = group.run_in_all_processes(make_manifest, "save")
@@ -220,7 +220,7 @@ def _iterate_distinct_shards(
         yield list(dict.fromkeys(process_of[each] for each in devices)), index, size
 
 
-def make_process_group(model: object) -> MeshProcesses:
+def find_model_processes(model: object) -> MeshProcesses:
     """Return the group of processes that store a model."""
     adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "save")
     engine = get_engine(adapter.engine_name)
@@ -272,7 +272,7 @@ def _find_common_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> M
     return mesh
 
 
-def convert_step(step: object) -> int:
+def validate_step_number(step: object) -> int:
     """Return a step number as an int, or raise if it is not a whole number in the allowed range."""
     number = as_int(step)
     if number is None or not 0 <= number <= MOST_STEP:

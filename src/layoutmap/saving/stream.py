@@ -14,7 +14,7 @@ from layoutmap.checkpoint.links import open_link
 from layoutmap.checkpoint.stream_records import BeginRecord, StreamedVariable
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError
-from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, select_weights
+from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, rename_and_select_weights
 
 _MIN_FILE_BYTES = 1 << 30
 _MAX_FILES = 256  # the receiver keeps all files open, and the system limits the number of open files
@@ -86,19 +86,20 @@ class Stream:
         source = ModelSource(model, "stream")
         self._adapter = source.adapter
         self._table = read_model_name_table(names, model, source.adapter)
-        select_weights(source, self._table)  # so that an error is raised here, before the first iteration
+        # Try the names, so that an error is raised here, before the first iteration.
+        rename_and_select_weights(source, self._table)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Gather and yield each weight. All processes of the model must iterate to the end."""
         source = ModelSource(self._model, "stream")
         if self._in_all:
-            source.read_in_all_processes()
+            source.enable_reads_in_all_processes()
         elif not source.is_first_process:
-            source.follow_first_process()
+            source.gather_until_released()
             return
-        named, variables = select_weights(source, self._table)
+        named, variables = rename_and_select_weights(source, self._table)
         self.checksums = {}
-        with release_followers_at_end(source):
+        with release_other_processes_at_end(source):
             for variable in variables:
                 # The caller may keep and modify the values, so copy them.
                 values = np.array(named.read(variable.path))
@@ -125,10 +126,10 @@ class Stream:
         """
         source = ModelSource(self._model, "stream")
         if not source.is_first_process:
-            source.follow_first_process()
+            source.gather_until_released()
             return
-        named, variables = select_weights(source, self._table)
-        with release_followers_at_end(source):
+        named, variables = rename_and_select_weights(source, self._table)
+        with release_other_processes_at_end(source):
             link = open_link(sink, timeout_seconds)
             since = self._since or {}
             digests = (
@@ -155,7 +156,7 @@ def compute_digest(values: NumpyArray) -> str:
 
 
 @contextmanager
-def release_followers_at_end(source: ModelSource) -> Generator[None]:
+def release_other_processes_at_end(source: ModelSource) -> Generator[None]:
     """After the block, release the other processes, which gather each variable that this process reads in the block."""
     is_complete = False
     try:
@@ -165,4 +166,4 @@ def release_followers_at_end(source: ModelSource) -> Generator[None]:
         is_complete = True
         raise
     finally:
-        source.release_followers(is_complete=is_complete)
+        source.release_other_processes(is_complete=is_complete)

@@ -19,14 +19,14 @@ from layoutmap.core.pieces import ArrayMove
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import call_and_share_errors
 from layoutmap.engines.protocol import Array
-from layoutmap.saving.sync_checksums import find_wrong_variables
-from layoutmap.saving.sync_plan import SyncEnd, SyncMatching, SyncPlan
+from layoutmap.saving.sync_checksums import find_variables_with_wrong_values
+from layoutmap.saving.sync_plan import SyncEndpoint, SyncMatching, SyncPlan
 from layoutmap.saving.sync_versions import (
-    begin_version,
-    find_identity,
-    has_identity,
-    record_array_versions,
-    record_version,
+    begin_sync_version,
+    find_trainer_identity,
+    has_stable_identity,
+    record_sampler_version,
+    record_tree_array_versions,
 )
 
 _STEP_BYTES = 1 << 28
@@ -43,11 +43,13 @@ class Sync:
         version: Version of the trainer's weights that the sampler has; 0 before the first sync.
     """
 
-    def __init__(self, trainer: SyncEnd, sampler: SyncEnd, plan: SyncPlan, moves: Sequence[ArrayMove]):
+    def __init__(
+        self, trainer: SyncEndpoint, sampler: SyncEndpoint, plan: SyncPlan, moves: Sequence[ArrayMove]
+    ):
         self.plan = plan
         self.version = 0
         self._trainer, self._sampler, self._moves = trainer, sampler, moves
-        self._identity = find_identity(trainer.model, (each.array for each in trainer.stored), None)
+        self._identity = find_trainer_identity(trainer.model, (each.array for each in trainer.stored), None)
         self._mesh = _make_shared_mesh(trainer, sampler)
         self._movers: dict[bool, list[tuple[Sequence[int], Mover]]] = {}
 
@@ -85,16 +87,16 @@ class Sync:
             CheckpointError: A checksum differs. Nothing has changed, unless with `donate`.
         """
         arrays = list(self._trainer.read_arrays(trainer).values())
-        self._identity = find_identity(self._trainer.model, arrays, self._identity)
-        begun = begin_version(self._identity, version, self.version)
+        self._identity = find_trainer_identity(self._trainer.model, arrays, self._identity)
+        begun = begin_sync_version(self._identity, version, self.version)
         old = self._sampler.read_arrays(sampler)
         model = self._sampler.model
-        is_tree = not has_identity(model)
+        is_tree = not has_stable_identity(model)
         if is_tree:  # so that a guard raises if a program goes on using the old arrays
-            record_array_versions(
+            record_tree_array_versions(
                 self._identity, (old[row.variable.path] for row in self.plan.rows), self.version
             )
-        for indices, move in self._get_movers(donate, arrays, old):
+        for indices, move in self._get_movers_by_step(donate, arrays, old):
             paths = [self.plan.rows[n].variable.path for n in indices]
 
             def make_new_arrays(indices: Sequence[int] = indices, move: Mover = move) -> list[Array]:
@@ -109,10 +111,10 @@ class Sync:
                 model, _ = self._sampler.adapter.restore_variables(model, None, zip(paths, new, strict=True))
                 self._sampler.model = model
                 if is_tree:
-                    record_array_versions(self._identity, new, begun)
+                    record_tree_array_versions(self._identity, new, begun)
                 if indices and indices[-1] == len(self.plan.rows) - 1:
                     self.version = begun
-                    record_version(self._identity, model, begun)
+                    record_sampler_version(self._identity, model, begun)
             del new
         return model
 
@@ -125,36 +127,40 @@ class Sync:
     def _repr_html_(self) -> str:
         return self.plan._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
-    def _get_movers(
-        self, donate: bool, arrays: Sequence[Array], old: Mapping[str, Array]
+    def _get_movers_by_step(
+        self, donate: bool, arrays: Sequence[Array], old_arrays: Mapping[str, Array]
     ) -> list[tuple[Sequence[int], Mover]]:
-        """Return pairs of row indices and a function that makes the new arrays of these rows: one pair per step."""
+        """Return for each step of a sync its row indices and a function that makes new arrays of these rows."""
         if donate not in self._movers:
             steps = _group_rows_into_steps(self.plan, _STEP_BYTES) if donate else [range(len(self.plan.rows))]
-            self._movers[donate] = [(step, self._make_mover(step, arrays, old)) for step in steps]
+            self._movers[donate] = [(step, self._make_mover(step, arrays, old_arrays)) for step in steps]
         return self._movers[donate]
 
-    def _make_mover(self, indices: Sequence[int], arrays: Sequence[Array], old: Mapping[str, Array]) -> Mover:
+    def _make_mover(
+        self, indices: Sequence[int], arrays: Sequence[Array], old_arrays: Mapping[str, Array]
+    ) -> Mover:
         """Return a function that makes the sampler's new arrays of some rows from all arrays of the trainer."""
         moves = [self._moves[n] for n in indices]
         variables = [self.plan.rows[n].variable for n in indices]
-        own = [old[each.path] for each in variables]
+        own = [old_arrays[each.path] for each in variables]
         engine = self._sampler.engine
         # JAX programs accept neither padded arrays nor uneven shapes, so move these through the host (decisions/0230).
         is_padded = any(getattr(array, "is_padded", False) for array in (*arrays, *own))
-        if engine is self._trainer.engine and engine.make_mover is not None and not is_padded:
-            return engine.make_mover(moves, arrays, own)
+        if engine is self._trainer.engine and engine.make_array_mover is not None and not is_padded:
+            return engine.make_array_mover(moves, arrays, own)
         layouts = [engine.get_layout(each) for each in own]
         return lambda new: [
             _make_array_through_host(self._trainer, self._sampler, *each, new)
             for each in zip(moves, variables, layouts, strict=True)
         ]
 
-    def _verify_arrays(self, indices: Sequence[int], arrays: Sequence[Array], new: Sequence[Array]) -> None:
+    def _verify_arrays(
+        self, indices: Sequence[int], arrays: Sequence[Array], new_arrays: Sequence[Array]
+    ) -> None:
         """Raise if the checksums of new arrays differ from the checksums of the trainer's values."""
         rows = [self.plan.rows[n] for n in indices]
-        wrong = find_wrong_variables(
-            self._trainer, self._sampler, rows, arrays, new, self._sum_over_processes
+        wrong = find_variables_with_wrong_values(
+            self._trainer, self._sampler, rows, arrays, new_arrays, self._sum_over_processes
         )
         if wrong:
             raise CheckpointError(
@@ -232,7 +238,7 @@ def plan_sync(
         >>> float(sampler["w"].sum()), sampler["w"].dtype.name, sync.version
         (64.0, 'bfloat16', 1)
     """
-    ends = SyncEnd("trainer", trainer), SyncEnd("sampler", sampler)
+    ends = SyncEndpoint("trainer", trainer), SyncEndpoint("sampler", sampler)
     table = None if names is None else read_name_table(names)
     matching = SyncMatching(*ends, table, [ignore] if isinstance(ignore, str) else ignore)
     matching.raise_problems()
@@ -250,7 +256,7 @@ def _group_rows_into_steps(plan: SyncPlan, step_bytes: int) -> Iterator[range]:
     yield range(begin, len(plan.rows))
 
 
-def _make_shared_mesh(trainer: SyncEnd, sampler: SyncEnd) -> Mesh | None:
+def _make_shared_mesh(trainer: SyncEndpoint, sampler: SyncEndpoint) -> Mesh | None:
     """Return a mesh of the devices of both ends, or None if all of them are in this process.
 
     A process may have devices of one end only, so the mesh of one end cannot reach all processes.
@@ -266,8 +272,8 @@ def _make_shared_mesh(trainer: SyncEnd, sampler: SyncEnd) -> Mesh | None:
 
 
 def _make_array_through_host(
-    trainer: SyncEnd,
-    sampler: SyncEnd,
+    trainer: SyncEndpoint,
+    sampler: SyncEndpoint,
     move: ArrayMove,
     variable: VariableSpec,
     layout: Layout | None,
@@ -291,7 +297,7 @@ def _make_array_through_host(
     return sampler.engine.create_from_shards(Assignment(variable, layout, is_padded=is_padded), read_block)
 
 
-def _make_block_reader(trainer: SyncEnd, source_index: int, arrays: Sequence[Array]) -> BlockReader:
+def _make_block_reader(trainer: SyncEndpoint, source_index: int, arrays: Sequence[Array]) -> BlockReader:
     """Return a function that reads any block of one of the trainer's arrays."""
     variable = trainer.stored[source_index].variable
     shards = [

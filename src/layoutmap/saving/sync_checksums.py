@@ -19,20 +19,20 @@ from layoutmap.core.blocks import (
     make_relative_index,
 )
 from layoutmap.core.checksums import compute_position_checksum
-from layoutmap.core.pieces import Conversion
+from layoutmap.core.pieces import ArrayConversion
 from layoutmap.engines.protocol import Array
-from layoutmap.saving.sync_plan import SyncEnd, SyncRow
+from layoutmap.saving.sync_plan import SyncEndpoint, SyncRow
 
 BlockChecksums = dict[Ends, int]
 """The checksum of each distinct block on the sampler's devices."""
 
 
-def find_wrong_variables(
-    trainer: SyncEnd,
-    sampler: SyncEnd,
+def find_variables_with_wrong_values(
+    trainer: SyncEndpoint,
+    sampler: SyncEndpoint,
     rows: Sequence[SyncRow],
-    arrays: Sequence[Array],
-    new: Sequence[Array],
+    trainer_arrays: Sequence[Array],
+    new_arrays: Sequence[Array],
     sum_over_processes: Callable[[NumpyArray], NumpyArray],
 ) -> list[str]:
     """Return the paths of the variables with values on this process's devices that differ from the trainer's values.
@@ -41,8 +41,8 @@ def find_wrong_variables(
         trainer: The end that provides the values.
         sampler: The end that gets them.
         rows: The variables to compare.
-        arrays: All arrays of the trainer.
-        new: The new arrays of the sampler, one for each row.
+        trainer_arrays: All arrays of the trainer.
+        new_arrays: The new arrays of the sampler, one for each row.
         sum_over_processes: Returns the sums of numbers over all processes. All of them call it once.
     """
     targets = {each.variable.path: each for each in sampler.stored}
@@ -51,7 +51,7 @@ def find_wrong_variables(
     expected: list[BlockChecksums] = []
     for row, blocks in zip(rows, device_blocks, strict=True):
         sums = dict.fromkeys(map(get_slice_ends, blocks.values()), 0)
-        sources = [(trainer.stored[numbers[path]], arrays[numbers[path]]) for path in row.sources]
+        sources = [(trainer.stored[numbers[path]], trainer_arrays[numbers[path]]) for path in row.sources]
         positions: dict[str, NumpyArray] = {}
         if row.conversion is not None:
             positions = _find_element_positions_in_result(row.conversion, [source for source, _ in sources])
@@ -62,7 +62,7 @@ def find_wrong_variables(
     totals = iter(sum_over_processes(flat).tolist())
     expected = [{ends: next(totals) for ends in sums} for sums in expected]
     wrong: list[str] = []
-    for row, blocks, sums, array in zip(rows, device_blocks, expected, new, strict=True):
+    for row, blocks, sums, array in zip(rows, device_blocks, expected, new_arrays, strict=True):
         shape = row.variable.shape
         for device, values in sampler.engine.iterate_device_values(array):
             index = blocks[device]
@@ -74,9 +74,9 @@ def find_wrong_variables(
 
 
 def _find_element_positions_in_result(
-    conversion: Conversion, sources: Sequence[StoredVariable]
+    conversion: ArrayConversion, sources: Sequence[StoredVariable]
 ) -> dict[str, NumpyArray]:
-    """Return, for each source, the position of each of its elements in the converted result, or -1 if unused."""
+    """Return a dict from source path to the position of each element in the converted result (-1: unused)."""
     sizes = [math.prod(source.variable.shape) for source in sources]
     begins = np.cumsum([0, *sizes])
     labels: list[NumpyArray] = []
@@ -94,7 +94,7 @@ def _find_element_positions_in_result(
 
 def _add_source_checksums(
     sums: BlockChecksums,
-    trainer: SyncEnd,
+    trainer: SyncEndpoint,
     source: StoredVariable,
     array: Array,
     row: SyncRow,

@@ -19,7 +19,7 @@ from layoutmap.core.blocks import Index, NumpyArray, make_full_index
 from layoutmap.core.errors import LayoutError, PlanError, format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import format_merged_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.pieces import ArrayMove, find_block_transfers
 from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import Kind, VariableSpec, get_itemsize
@@ -105,13 +105,13 @@ class SyncPlan:
 
     def to_text(self, width: int | None = None) -> str:
         """Return the text that `print` shows. For `width`, see `Plan.to_text`."""
-        table = format_table(_COLUMNS, self._list_cells(), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE)
+        table = format_table(_COLUMNS, self._list_table_rows(), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE)
         return "\n".join([f"Sync of {self.summary}", "", *table, "", *self._iterate_notes()])
 
     __str__ = to_text
 
     def _repr_html_(self) -> str:
-        table = format_html_table(f"Sync of {self.summary}", _COLUMNS, self._list_cells())
+        table = format_html_table(f"Sync of {self.summary}", _COLUMNS, self._list_table_rows())
         return table + format_html_pre("\n".join(self._iterate_notes()))
 
     @property
@@ -128,17 +128,17 @@ class SyncPlan:
         for end in ("trainer", "sampler"):
             groups: dict[object, list[str]] = {}
             for path in (path for each, path in self.left_out if each == end):
-                groups.setdefault(split_at_numbers(path), []).append(path)
+                groups.setdefault(split_path_at_numbers(path), []).append(path)
             if groups:
                 paths = ", ".join(map(format_merged_paths, groups.values()))
                 yield f"left out of the {end}: {escape_text(paths)}"
 
-    def _list_cells(self) -> list[tuple[str, ...]]:
+    def _list_table_rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table. Rows with paths that differ only in numbers are merged into one row."""
         groups: dict[tuple[object, ...], list[SyncRow]] = {}
         for row in self.rows:
             cells = str(row.variable.shape), row.dtypes, row.source_layout, row.target_layout, row.num_bytes
-            groups.setdefault((split_at_numbers(row.variable.path), *cells), []).append(row)
+            groups.setdefault((split_path_at_numbers(row.variable.path), *cells), []).append(row)
         return [
             (
                 format_merged_paths([row.variable.path for row in rows]),
@@ -153,7 +153,7 @@ class SyncPlan:
         ]
 
 
-class SyncEnd:
+class SyncEndpoint:
     """Read and describe the variables of one end of a sync: the trainer or the sampler.
 
     Args:
@@ -209,7 +209,7 @@ class SyncEnd:
         return f"{placement} on {placement.mesh}" if isinstance(placement, Layout) else placement.what
 
     def find_device_blocks(self, stored: StoredVariable) -> DeviceBlocks:
-        """Return the block of a variable that each device stores, or an empty mapping if no devices are known.
+        """Return a dict from device name to the stored block of a variable. It is empty if no devices are known.
 
         Raises:
             LayoutError: The variable is sharded unevenly.
@@ -217,21 +217,21 @@ class SyncEnd:
         placement = self.engine.find_placement(stored.array)
         if not isinstance(placement, Layout):
             return dict.fromkeys(placement.devices, make_full_index(stored.variable.shape))
-        return _find_blocks(
+        return _find_blocks_by_device(
             self.engine.bind_mesh(placement.mesh).devices or (), placement, stored.variable.shape
         )
 
 
 @functools.lru_cache(1024)
-def _find_blocks(devices: Sequence[str], layout: Layout, shape: tuple[int, ...]) -> DeviceBlocks:
-    """Return the block that each device stores of an array in a layout, by the device's name."""
+def _find_blocks_by_device(devices: Sequence[str], layout: Layout, shape: tuple[int, ...]) -> DeviceBlocks:
+    """Return a dict from device name to the block that the device stores of an array with a layout."""
     return {device: layout.shard_slices(shape, number) for number, device in enumerate(devices)}
 
 
-class _TrainerVariables(Source):
+class _TrainerVariableSource(Source):
     """List the trainer's variables as a source without values, so that a name table can rename them."""
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
         raise NotImplementedError
 
 
@@ -251,7 +251,9 @@ class SyncMatching:
         problems: Variables that cannot be synced.
     """
 
-    def __init__(self, trainer: SyncEnd, sampler: SyncEnd, names: NameTable | None, ignore: Sequence[str]):
+    def __init__(
+        self, trainer: SyncEndpoint, sampler: SyncEndpoint, names: NameTable | None, ignore: Sequence[str]
+    ):
         self._trainer, self._sampler = trainer, sampler
         self._ignored = [re.compile(each) for each in ignore]
         self.rows: list[SyncRow] = []
@@ -267,7 +269,7 @@ class SyncMatching:
             for path in (v.path, *v.aliases)
         }
         self._renamed = (
-            None if names is None else RenamedSource(_TrainerVariables("the trainer", variables), names)
+            None if names is None else RenamedSource(_TrainerVariableSource("the trainer", variables), names)
         )
         self._used: set[int] = set()
         for each in sampler.stored:
@@ -308,7 +310,7 @@ class SyncMatching:
             return
         self._used.update(numbers)
         sources = [self._trainer.stored[number] for number in numbers]
-        if (problem := self._find_problem(target, sources, conversion)) is not None:
+        if (problem := self._find_copy_problem(target, sources, conversion)) is not None:
             self.problems.append(problem)
             return
         try:
@@ -344,7 +346,7 @@ class SyncMatching:
         """Return a pair: the indices of a variable's sources in the trainer, and the conversion (None: a copy)."""
         paths = (variable.path, *variable.aliases)
         if self._renamed is not None:
-            self._renamed.add_from_table(paths, variable.shape)
+            self._renamed.add_variable_from_table(paths, variable.shape)
             for path in paths:
                 if parts := self._renamed.get_source_parts(path):
                     numbers = [self._get_source_index(part.name) for part in parts]
@@ -358,7 +360,7 @@ class SyncMatching:
         """Return the index of the trainer's variable with a path or alias, or -1 if there is none."""
         return self._sources.get(path, self._aliases.get(path, -1))
 
-    def _find_problem(
+    def _find_copy_problem(
         self, target: StoredVariable, sources: Sequence[StoredVariable], conversion: AxisConversion | None
     ) -> Problem | None:
         """Return a problem that says why values cannot be copied from the sources, or None if they can be copied."""
@@ -388,7 +390,7 @@ class SyncMatching:
     def _count_sent_bytes(
         self, target: StoredVariable, sources: Sequence[StoredVariable], conversion: AxisConversion | None
     ) -> dict[tuple[str, str], int]:
-        """Return the bytes that devices send, by pairs of the sender's and the receiver's name."""
+        """Return a dict from pairs of device names, the sender's and the receiver's, to the bytes that are sent."""
         target_blocks = self._sampler.find_device_blocks(target)
         # Devices of two engines may have equal names but do not share memory, so add the engine's name.
         label = "" if self._trainer.engine is self._sampler.engine else f"{self._trainer.engine.name} "

@@ -16,7 +16,7 @@ _received: MutableMapping[object, Versions] = WeakKeyDictionary()
 
 
 class TreeIdentity:
-    """Identify a tree of arrays during training, because each update makes a new tree of new arrays."""
+    """Identity of a trainer that is a tree of arrays. It stays the same if an update makes a new tree."""
 
 
 # Each update makes a new tree, so the version of a tree is stored by its arrays (decisions/0241). Arrays cannot be
@@ -35,7 +35,7 @@ def _set_entry(table: _Table, array: Array, value: object) -> None:
     table[key] = (ref(array, lambda _: table.pop(key, None)), value)
 
 
-def has_identity(model: object) -> bool:
+def has_stable_identity(model: object) -> bool:
     """Return whether a model remains the same object during training, as modules do and pytrees do not."""
     try:
         hash(model)
@@ -45,7 +45,7 @@ def has_identity(model: object) -> bool:
     return True
 
 
-def find_identity(trainer: object, arrays: Iterable[Array], last: object) -> object:
+def find_trainer_identity(trainer: object, arrays: Iterable[Array], last: object) -> object:
     """Return the identity of a trainer: the trainer itself, or for a tree an object that is stored for its first array.
 
     Args:
@@ -53,15 +53,15 @@ def find_identity(trainer: object, arrays: Iterable[Array], last: object) -> obj
         arrays: The arrays of the trainer.
         last: Identity of the tree before the last update. `None`: there is none.
     """
-    first = None if has_identity(trainer) else next(iter(arrays), None)
+    first = None if has_stable_identity(trainer) else next(iter(arrays), None)
     if first is None:
-        return trainer if has_identity(trainer) else TreeIdentity()
+        return trainer if has_stable_identity(trainer) else TreeIdentity()
     identity = _get_entry(_trained, first) or last or TreeIdentity()
     _set_entry(_trained, first, identity)
     return identity
 
 
-def begin_version(identity: object, version: int | None, last: int) -> int:
+def begin_sync_version(identity: object, version: int | None, last: int) -> int:
     """Return the version number of the next sync. Record it as the trainer's newest version, unless one is newer."""
     newest = _newest.get(identity, 0)
     begun = max(last + 1, newest) if version is None else version
@@ -69,13 +69,13 @@ def begin_version(identity: object, version: int | None, last: int) -> int:
     return begun
 
 
-def record_version(identity: object, sampler: object, version: int) -> None:
+def record_sampler_version(identity: object, sampler: object, version: int) -> None:
     """Record which version of the trainer's weights a sampler now has. Do nothing for a tree."""
-    if has_identity(sampler):
+    if has_stable_identity(sampler):
         _received.setdefault(sampler, WeakKeyDictionary())[identity] = version
 
 
-def record_array_versions(identity: object, arrays: Iterable[Array], version: int) -> None:
+def record_tree_array_versions(identity: object, arrays: Iterable[Array], version: int) -> None:
     """Record the version of a tree's arrays, except of arrays that have a version of this trainer already."""
     versions: Versions = WeakKeyDictionary({identity: version})
     for array in arrays:
@@ -91,7 +91,7 @@ def find_missed_version(
 ) -> tuple[int, int] | None:
     """Return a sampler's version and the trainer's newer version, or None if the sampler has missed no sync."""
     found: list[Versions] = []
-    if has_identity(sampler):
+    if has_stable_identity(sampler):
         found.append(_received.get(sampler, {}))
     elif _synced:
         found += filter(None, (_get_entry(_synced, array) for array in list_arrays()))

@@ -49,8 +49,8 @@ def check_model_function(make_model: object, layout_map: object, caller: str) ->
         )
     if not callable(make_model):
         raise ScopeError(
-            f"{caller}: there is no function that creates a model",
-            why=f"the first argument is {describe_type(make_model)}",
+            f"{caller}: make_model is not a function that creates a model",
+            why=f"it is {describe_type(make_model)}",
             fix=f"pass a function: lm.{caller}(lambda: keras.Sequential([...]), layout_map)",
         )
 
@@ -77,8 +77,8 @@ def check_layout_map(layout_map: object, caller: str) -> None:
         return
     rules = "rules" if isinstance(layout_map, Mapping) else "{...}"
     raise ScopeError(
-        f"{caller}: there is no layout map",
-        why=f"the argument for it is {describe_type(layout_map)}",
+        f"{caller}: layout_map is not a LayoutMap",
+        why=f"it is {describe_type(layout_map)}",
         fix=f'pass lm.LayoutMap(lm.create_mesh("batch=2,model=4"), {rules})',
     )
 

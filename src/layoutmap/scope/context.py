@@ -19,12 +19,12 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.specs import list_batch_dims
-from layoutmap.core.uneven import keep_largest_dims
+from layoutmap.core.uneven import keep_largest_dim_per_axis
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, VariableSpec, has_several_models
 from layoutmap.engines import Engine, get_engine
-from layoutmap.plan.completeness import make_unbuilt_problem
+from layoutmap.plan.completeness import make_unbuilt_layers_problem
 from layoutmap.plan.problems import Problem
 from layoutmap.report.text import format_plan_warnings
 from layoutmap.rules.rule_set import RuleSet
@@ -59,7 +59,7 @@ class Scope:
     ):
         # Copy the map, because models may create weights after the user has changed it.
         self.layout_map = copy.copy(layout_map)
-        mesh, activations = get_map_mesh(layout_map), self.layout_map.activations
+        mesh, activations = get_layout_map_mesh(layout_map), self.layout_map.activations
         default_options = ScopeOptions()
         self.options = options or replace(
             default_options, own=adapter.read_library_options({}, default_options, spans_processes=False)
@@ -80,7 +80,7 @@ class Scope:
         self._engine_name = adapter.engine_name
         self.session: Session = adapter.make_session(self)
         later = self.options.later
-        self._later = adapter.describe_later_variables(later, mesh) if later else ()
+        self._later = adapter.describe_arrays_created_after_build(later, mesh) if later else ()
 
     @property
     def engine(self) -> Engine:
@@ -114,7 +114,7 @@ class Scope:
             free_activations=free_activations,
             batch_dim=self.policy.batch_dim,
             several_dims=self.several_dims,
-            explain_no_padding=self.adapter.explain_no_padding,
+            explain_why_padding_is_impossible=self.adapter.explain_why_padding_is_impossible,
         )
         unused = self._iterate_unused_dim_problems(plan) if is_complete and not self.plan_only else ()
         self.plan = replace(plan, batches=None if self.plan_only else self.batches)
@@ -133,13 +133,13 @@ class Scope:
                     versions=iterate_versions(*dict.fromkeys((self._engine_name, self.adapter.name))),
                 )
             self.plan.check(strict=self.options.strict)
-            unbuilt = self.session.list_unbuilt_layers()
+            unbuilt = self.session.list_unbuilt_layer_names()
             if unbuilt:
-                self.plan = self.plan.add_problem(make_unbuilt_problem("", unbuilt, called=False))
+                self.plan = self.plan.add_problem(make_unbuilt_layers_problem("", unbuilt, called=False))
             if is_complete:
                 if self.values is not None:
-                    self.values.check_all(variables)
-                self._warn_of_plan_once()
+                    self.values.check_variables_match(variables)
+                self._warn_of_plan_warnings_once()
         return self.plan.assignments[: len(variables)]
 
     def add_note(self, subject: str, message: str) -> None:
@@ -153,7 +153,7 @@ class Scope:
             self.layout_map,
             complete=False,
             several_dims=self.several_dims,
-            explain_no_padding=self.adapter.explain_no_padding,
+            explain_why_padding_is_impossible=self.adapter.explain_why_padding_is_impossible,
         )
         if plan.errors:
             return Assignment(variable, self.policy.make_replicated_layout(len(variable.shape)))
@@ -162,10 +162,12 @@ class Scope:
     def create_arrays(
         self, assignments: Mapping[str, Assignment], initializers: Mapping[str, Initializer]
     ) -> Mapping[str, Any]:
-        """Return initial arrays in their layouts, by key. All processes of the mesh must call this."""
+        """Return a dict from key to initial array, in its layout. All processes of the mesh must call this."""
         values = self.values
         readers = (
-            {} if values is None else {key: values.make_reader(a.variable) for key, a in assignments.items()}
+            {}
+            if values is None
+            else {key: values.make_block_reader(a.variable) for key, a in assignments.items()}
         )
         computed = {key: a for key, a in assignments.items() if readers.get(key) is None}
         if self.spans_processes:
@@ -201,7 +203,7 @@ class Scope:
 
     def _find_output_layout(self, path: str) -> Layout | None:
         layout = self.layout_map.activations[path]
-        return layout if layout is None or self.several_dims else keep_largest_dims(layout)
+        return layout if layout is None or self.several_dims else keep_largest_dim_per_axis(layout)
 
     def _iterate_unsupported_problems(self, plan: Plan) -> Iterator[Problem]:
         """Yield an error for each layout or dtype in the plan that the engine cannot store, without using devices."""
@@ -264,9 +266,9 @@ class Scope:
             warning = make_idle_dims_warning(step, self.mesh, idle, self.policy.batch_dim, "build or scope")
             warnings.warn(warning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
-    def warn_if_empty(self) -> None:
+    def warn_if_scope_is_empty(self) -> None:
         """Warn if no layer and no variable was created in the scope, with the likely reason."""
-        if len(self.plan) or self.session.list_unbuilt_layers():
+        if len(self.plan) or self.session.list_unbuilt_layer_names():
             return
         what = "the scope saw no layer and no variable"
         why = "a scope shards only models that its own thread and task build in its block"
@@ -279,7 +281,7 @@ class Scope:
 
     def warn_of_unbuilt_layers(self) -> None:
         """Warn, if the option `strict` is set, that rules for layers without weights are not checked yet."""
-        unbuilt = self.session.list_unbuilt_layers()
+        unbuilt = self.session.list_unbuilt_layer_names()
         if not self.options.strict or not unbuilt:
             return
         used = {a.match.rule for a in self.plan.assignments if a.match}
@@ -292,7 +294,7 @@ class Scope:
         )
         warnings.warn(text, LayoutMapWarning, stacklevel=find_user_stacklevel({self.adapter.name}))
 
-    def _warn_of_plan_once(self) -> None:
+    def _warn_of_plan_warnings_once(self) -> None:
         """Warn with the plan's warnings, unless the same text was already reported."""
         text = format_plan_warnings(self.plan)
         if text and text not in self._warned:
@@ -303,7 +305,7 @@ class Scope:
         return f"<Scope: {self.plan!r}>"
 
 
-def get_map_mesh(layout_map: RuleSet) -> Mesh:
+def get_layout_map_mesh(layout_map: RuleSet) -> Mesh:
     """Return the mesh of a layout map. Raise a `ScopeError` if it has none."""
     if layout_map.mesh is None:
         raise ScopeError(

@@ -14,7 +14,7 @@ from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.to_rules import derive_rules
 from layoutmap.rules.keras_rules import read_keras_map
-from layoutmap.rules.logical_axes import Semantics, resolve_logical_axes
+from layoutmap.rules.logical_axes import Semantics, resolve_logical_axes_to_specs
 from layoutmap.rules.partition_specs import (
     make_path_rules,
     read_shapes_by_path,
@@ -22,7 +22,7 @@ from layoutmap.rules.partition_specs import (
     resolve_partition_rules,
 )
 from layoutmap.rules.rule_set import RuleSet, parse_or_convert_mesh
-from layoutmap.rules.tp_plan import convert_tp_plan, is_model_function, read_tp_plan
+from layoutmap.rules.tp_plan import convert_tp_plan_to_rules, is_model_function, read_tp_plan
 from layoutmap.scope.plan import make_plan
 from layoutmap.scope.scope import plan
 
@@ -62,7 +62,7 @@ class ImportedMaps(RuleSet):
             the rest is replicated
         """
         rules = derive_rules(plan)
-        if lost := _find_lost_layouts(plan, rules):
+        if lost := _find_reasons_for_lost_layouts(plan, rules):
             _warn_user(
                 f"from_plan: {format_count(len(lost), 'variable')} of the plan "
                 f"{'gets' if len(lost) == 1 else 'get'} a different layout, or none, from the map",
@@ -151,7 +151,7 @@ class ImportedMaps(RuleSet):
         if hasattr(plan, "named_parameters"):
             layers = [path for path, _ in plan.named_modules(remove_duplicate=False)]
             parameters = parameters or dict(plan.named_parameters(remove_duplicate=False))
-        made = convert_tp_plan(
+        made = convert_tp_plan_to_rules(
             read_tp_plan(plan),
             dim=dim,
             batch_dim=batch_dim,
@@ -227,7 +227,8 @@ class ImportedMaps(RuleSet):
         """
         where, on = "from_partition_specs", _require_mesh(mesh)
         return cls(
-            on, make_path_rules(read_spec_tree(specs, read_shapes_by_path(parameters, where), on, where))
+            on,
+            make_path_rules(read_spec_tree(specs, read_shapes_by_path(parameters, where), on, where)),
         )
 
     @classmethod
@@ -320,7 +321,7 @@ class ImportedMaps(RuleSet):
             `flax.linen.logical_to_mesh_axes` and `flax.nnx.get_partition_spec` of flax 0.12.8.
         """
         where, on = "from_logical_axes", _require_mesh(mesh)
-        specs, without = resolve_logical_axes(
+        specs, without = resolve_logical_axes_to_specs(
             rules, axes, read_shapes_by_path(parameters, where), semantics, where
         )
         if without:
@@ -345,8 +346,8 @@ def _require_mesh(mesh: Mesh | str) -> Mesh:
     return found
 
 
-def _find_lost_layouts(plan: PlanTable, rules: RuleSet) -> dict[str, object]:
-    """Return the reason for each variable to which the rules do not give its layout in the plan, by path."""
+def _find_reasons_for_lost_layouts(plan: PlanTable, rules: RuleSet) -> dict[str, object]:
+    """Return a dict from path to reason, for variables to which the rules do not give their layout in the plan."""
     planned = make_plan([a.variable for a in plan.assignments], rules, complete=False)
     lost: dict[str, object] = {
         problem.subject: problem.what.removeprefix(f"{problem.subject}: ")
@@ -364,16 +365,16 @@ def _warn_user(what: str, facts: Mapping[str, object], why: str, fix: str) -> No
 
 
 def _build_in_dry_run(make_model: Callable[[], Any], mesh: Mesh) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """Build a model in a dry run, and return it with the shapes of its variables by path."""
+    """Build a model in a dry run, and return it and a dict from path to the shape of each weight."""
     built_models: list[Any] = []
 
-    def make_and_keep() -> Any:
+    def make_and_keep_model() -> Any:
         built_models.append(make_model())
         return built_models[0]
 
     weights = [
         a.variable
-        for a in plan(make_and_keep, RuleSet(mesh), library="torch").assignments
+        for a in plan(make_and_keep_model, RuleSet(mesh), library="torch").assignments
         if a.variable.kind == "weight"
     ]
     return built_models[0], {path: v.shape for v in weights for path in (v.path, *v.aliases)}

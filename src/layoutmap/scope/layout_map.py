@@ -265,7 +265,7 @@ class LayoutMap(ImportedMaps):
         shown = [(self, "rule"), (self.activations, "activation rule")]
         return "".join(
             format_html_table(
-                rules.title(),
+                rules.format_title(),
                 (kind, "pattern", "layout"),
                 [(str(rule.number), rule.pattern, format_rule_layout(rule)) for rule in rules.rules]
                 + ([("", "the rest", self.rest)] if self.rest and rules is self else []),

@@ -13,7 +13,7 @@ from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.planner import make_plan_table
-from layoutmap.plan.slots import is_sharded_by_zero
+from layoutmap.plan.slots import is_sharded_by_zero_dim
 from layoutmap.report.text import format_plan_warnings
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.plan import Plan
@@ -28,10 +28,13 @@ def plan_optimizer(
     layout_map: RuleSet, tx: object, params: object, wrt: object, zero_dim: str | None, memory: str | None
 ) -> Plan:
     """Plan the layouts of an optimizer's state. See `LayoutMap.plan_optimizer`."""
-    from layoutmap.adapters.jax.optimizers import describe_optimizer, get_parameter_tree
+    from layoutmap.adapters.jax.optimizers import describe_optimizer_variables, get_parameter_tree
 
     return _plan_slots(
-        layout_map, describe_optimizer(_get_init(tx), get_parameter_tree(params, wrt)), zero_dim, memory
+        layout_map,
+        describe_optimizer_variables(_get_init_function(tx), get_parameter_tree(params, wrt)),
+        zero_dim,
+        memory,
     )
 
 
@@ -47,19 +50,21 @@ def build_optimizer(
     """Create an optimizer's state with each leaf in its layout. See `LayoutMap.build_optimizer`."""
     from layoutmap.adapters.jax.nnx_types import is_nnx_module
     from layoutmap.adapters.jax.optimizers import (
-        create_state,
-        describe_optimizer,
+        create_sharded_optimizer_state,
+        describe_optimizer_variables,
         get_parameter_tree,
         make_nnx_optimizer,
     )
 
-    init, tree = _get_init(tx), get_parameter_tree(params, wrt)
-    variables = describe_optimizer(init, tree)
-    plan = _plan_and_check(layout_map, variables, zero_dim, memory, strict)
+    init, tree = _get_init_function(tx), get_parameter_tree(params, wrt)
+    variables = describe_optimizer_variables(init, tree)
+    plan = _plan_and_check_slots(layout_map, variables, zero_dim, memory, strict)
     layouts = _list_slot_layouts(plan)
     if not is_nnx_module(params):
-        return create_state(init, tree, layouts)
-    optimizer = make_nnx_optimizer(params, tx, wrt, lambda tree: create_state(init, tree, layouts))
+        return create_sharded_optimizer_state(init, tree, layouts)
+    optimizer = make_nnx_optimizer(
+        params, tx, wrt, lambda tree: create_sharded_optimizer_state(init, tree, layouts)
+    )
     return _replicate_step_count(optimizer, plan.mesh)
 
 
@@ -74,15 +79,19 @@ def apply_optimizer(
 ) -> Any:
     """Shard an optimizer's existing state. See `LayoutMap.apply_optimizer`."""
     from layoutmap.adapters.jax.nnx_types import is_nnx_optimizer
-    from layoutmap.adapters.jax.optimizers import describe_optimizer, get_parameter_tree, relayout_state
+    from layoutmap.adapters.jax.optimizers import (
+        describe_optimizer_variables,
+        get_parameter_tree,
+        relayout_optimizer_state,
+    )
 
     is_nnx = is_nnx_optimizer(state)
     leaves = state.opt_state if is_nnx else state
-    variables = describe_optimizer(
+    variables = describe_optimizer_variables(
         lambda _: leaves, get_parameter_tree(params, state.wrt if is_nnx and wrt is None else wrt)
     )
-    plan = _plan_and_check(layout_map, variables, zero_dim, memory, strict)
-    moved = relayout_state(leaves, _list_slot_layouts(plan))
+    plan = _plan_and_check_slots(layout_map, variables, zero_dim, memory, strict)
+    moved = relayout_optimizer_state(leaves, _list_slot_layouts(plan))
     return _replicate_step_count(state, plan.mesh) if is_nnx else moved
 
 
@@ -118,21 +127,21 @@ def _plan_slots(
 
 def _replace_slot_memory(assignment: Assignment, memory: str) -> Assignment:
     """Return a slot's assignment in this memory kind. Other assignments and padded ones are returned unchanged."""
-    if not is_sharded_by_zero(assignment.variable) or assignment.is_padded:
+    if not is_sharded_by_zero_dim(assignment.variable) or assignment.is_padded:
         return assignment
     return replace(assignment, layout=assignment.layout.replace_memory(memory))
 
 
-def _plan_and_check(
+def _plan_and_check_slots(
     layout_map: RuleSet, variables: OptimizerVariables, zero_dim: str | None, memory: str | None, strict: bool
 ) -> Plan:
     for weight in variables.weights:
         if weight.key not in variables.layouts:
             raise LayoutError(
-                f"params.{weight.path}: it has no layout",
+                f"params.{weight.path} has no layout",
                 facts={
                     "shape": str(weight.shape),
-                    "with a layout": f"{len(variables.layouts)} of {len(variables.weights)}",
+                    "parameters with a layout": f"{len(variables.layouts)} of {len(variables.weights)}",
                 },
                 why="slots are sharded like their parameters, and this parameter is on no mesh",
                 fix="build the parameters with layout_map.build(..), or shard them: layout_map.apply(params)",
@@ -157,18 +166,18 @@ def _list_slot_layouts(plan: Plan) -> list[Layout]:
 
 
 def _replicate_step_count(optimizer: Any, mesh: Mesh) -> Any:
-    from layoutmap.adapters.jax.optimizers import relayout_state
+    from layoutmap.adapters.jax.optimizers import relayout_optimizer_state
 
-    relayout_state(optimizer.step, [Layout.replicated(mesh, 0)])
+    relayout_optimizer_state(optimizer.step, [Layout.replicated(mesh, 0)])
     return optimizer
 
 
-def _get_init(tx: Any) -> Any:
+def _get_init_function(tx: Any) -> Any:
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return tx.init
     raise ScopeError(
-        "there is no optimizer",
-        why=f"the argument for it is {describe_type(tx)}, without init and update",
+        "tx is not an optimizer",
+        why=f"it is {describe_type(tx)}, and has no init and update",
         fix="pass an optimizer of optax, as in optax.adamw(1e-3); to shard an existing state, call "
         "apply_optimizer; optimizers of Keras and torch need neither call, because their slots are sharded "
         "like their weights",

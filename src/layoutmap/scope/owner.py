@@ -51,7 +51,7 @@ _LIBRARY_OF_PACKAGE = {"keras": "keras", "torch": "torch", "jax": "jax", "flax":
 _MOST_NAMES = 200
 
 
-def find_named_libraries(function: object) -> set[str]:
+def find_libraries_named_in_code(function: object) -> set[str]:
     """Return the model libraries that a function's code refers to, without calling it.
 
     The code of functions that it names is searched, too. A class belongs to the libraries of its base classes.
@@ -113,23 +113,26 @@ def retry_with_model_library(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(function)
-    def run_with_library(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call_with_library_and_retry(*args: P.args, **kwargs: P.kwargs) -> R:
         imported = [name for name in ADAPTERS if name in sys.modules]
         if kwargs.get("library") is not None or len(imported) < 2:
             return function(*args, **kwargs)
         # Imported here, because it loads numpy, which is slow.
-        from layoutmap.adapters.random_states import read_states, restore_states
+        from layoutmap.adapters.random_states import (
+            read_python_and_numpy_states,
+            restore_python_and_numpy_states,
+        )
 
         values = [*args, *kwargs.values()]
         # Without a layout map, `load` gets an existing model and builds none, so do not choose JAX here.
         builds = any(isinstance(value, RuleSet) for value in values)
-        is_jax = builds and "jax" in imported and find_named_libraries(values[0]) == {"jax"}
-        states = read_states()
+        is_jax = builds and "jax" in imported and find_libraries_named_in_code(values[0]) == {"jax"}
+        states = read_python_and_numpy_states()
         call: Callable[..., R] = function
         try:
             return call(*args, **{**kwargs, "library": "jax"}) if is_jax else function(*args, **kwargs)
         except OtherLibraryError as error:
-            restore_states(states)
+            restore_python_and_numpy_states(states)
             return call(*args, **{**kwargs, "library": error.library})
         except LayoutMapError:
             raise
@@ -137,9 +140,9 @@ def retry_with_model_library(function: Callable[P, R]) -> Callable[P, R]:
             # A JAX model that names mesh dims needs a mesh, and only a scope for JAX sets one, so retry with JAX.
             if is_jax or "jax" not in imported[1:] or "mesh" not in str(error):
                 raise
-            restore_states(states)
+            restore_python_and_numpy_states(states)
             with suppress(Exception):
                 return call(*args, **{**kwargs, "library": "jax"})
             raise
 
-    return run_with_library
+    return call_with_library_and_retry

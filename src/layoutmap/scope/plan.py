@@ -11,13 +11,13 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.old_names import DeprecatedAlias
 from layoutmap.core.specs import BatchDim
 from layoutmap.plan.diff import PlanDiff, diff_plans
-from layoutmap.plan.keras_names import collect_keras_layouts
+from layoutmap.plan.keras_names import collect_layouts_by_keras_name
 from layoutmap.plan.lint import Findings, lint_plan
 from layoutmap.plan.memory import Memory, count_memory
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import Verdict, judge_plan
-from layoutmap.report.explain import explain_variable
+from layoutmap.report.explain import explain_variable_layout
 from layoutmap.report.text import format_plan_html, format_plan_summary, format_plan_text
 from layoutmap.rules.rule_set import RuleSet
 
@@ -121,9 +121,9 @@ class Plan(PlanTable):
               change it     change rule 1, or add a rule before it: the first rule that matches wins
         """
         if layout_map is None:
-            return explain_variable(self, path)
+            return explain_variable_layout(self, path)
         variables = [a.variable for a in self.assignments]
-        return explain_variable(self, path, make_plan_table(variables, layout_map, complete=False))
+        return explain_variable_layout(self, path, make_plan_table(variables, layout_map, complete=False))
 
     def diff(self, other: PlanTable) -> PlanDiff:
         """Compare with the plan `other`. The result is false if nothing differs.
@@ -213,7 +213,7 @@ class Plan(PlanTable):
         """
         from layoutmap.engines.jax.devices import make_partition_spec
 
-        return self._convert_to_jax(tree, make_partition_spec)
+        return self._convert_layouts_to_jax(tree, make_partition_spec)
 
     def to_named_shardings(self, tree: object = None) -> Any:
         """Return the layouts as `NamedSharding`s of JAX on the devices of this machine. See `to_partition_specs`.
@@ -224,9 +224,9 @@ class Plan(PlanTable):
         """
         from layoutmap.engines.jax.devices import make_named_sharding
 
-        return self._convert_to_jax(tree, make_named_sharding)
+        return self._convert_layouts_to_jax(tree, make_named_sharding)
 
-    def _convert_to_jax(self, tree: object, convert_layout: Callable[[Layout], Any]) -> Any:
+    def _convert_layouts_to_jax(self, tree: object, convert_layout: Callable[[Layout], Any]) -> Any:
         from layoutmap.engines.jax.trees import map_arrays_by_path
 
         if tree is None:
@@ -260,7 +260,7 @@ class Plan(PlanTable):
         """
         from layoutmap.adapters.keras.distribution import make_keras_layout_map
 
-        return make_keras_layout_map(self.mesh, collect_keras_layouts(self), device_mesh)
+        return make_keras_layout_map(self.mesh, collect_layouts_by_keras_name(self), device_mesh)
 
     def to_parallelize_plan(self) -> str:
         """Return Python code for torch programs: a function `parallelize(model, mesh)` that calls torch's functions.
@@ -276,15 +276,15 @@ class Plan(PlanTable):
                 for the output of a module without a style, or slots with another layout than their weight.
 
         Example:
-            >>> from layoutmap.core.variables import Use, VariableSpec
-            >>> up = VariableSpec("up.weight", (64, 16), "float32", use=Use(("out.0", "in.0")))
+            >>> from layoutmap.core.variables import AxesUse, VariableSpec
+            >>> up = VariableSpec("up.weight", (64, 16), "float32", use=AxesUse(("out.0", "in.0")))
             >>> plan = make_plan([up], lm.LayoutMap(lm.Mesh(None, "data=2,model=4"), {"up": ("model", None)}))
             >>> "ColwiseParallel(output_layouts=Replicate())" in plan.to_parallelize_plan()
             True
         """
-        from layoutmap.plan.to_parallelize import write_parallelize_code
+        from layoutmap.plan.to_parallelize import make_parallelize_code
 
-        return write_parallelize_code(self)
+        return make_parallelize_code(self)
 
     def to_tp_plan(self) -> dict[str, str]:
         """Return the layouts as a tensor-parallel plan for the `DistributedConfig` of Hugging Face transformers.
@@ -297,9 +297,9 @@ class Plan(PlanTable):
                 modules that share one entry, which differ only in a number, have different layouts.
 
         Example:
-            >>> from layoutmap.core.variables import Use, VariableSpec
+            >>> from layoutmap.core.variables import AxesUse, VariableSpec
             >>> shapes = {"layers.0.up.weight": (64, 16), "layers.0.down.weight": (16, 64)}
-            >>> linear = Use(("out.0", "in.0"))
+            >>> linear = AxesUse(("out.0", "in.0"))
             >>> variables = [VariableSpec(path, shape, "float32", use=linear) for path, shape in shapes.items()]
             >>> rules = {r".*up\\.weight": ("model", None), r".*down\\.weight": (None, "model")}
             >>> make_plan(variables, lm.LayoutMap(lm.Mesh(None, "model=4"), rules)).to_tp_plan()
@@ -333,9 +333,9 @@ class Plan(PlanTable):
             >>> plan.to_logical_axis_rules({"up": {"kernel": ("embed", "mlp")}})[1]
             [('embed', 'fsdp'), ('mlp', 'model')]
         """
-        from layoutmap.plan.to_logical_axes import make_logical_rules
+        from layoutmap.plan.to_logical_axes import make_logical_axis_rules
 
-        return make_logical_rules(self, axes)
+        return make_logical_axis_rules(self, axes)
 
     # -- text, JSON, and HTML
 
@@ -347,7 +347,7 @@ class Plan(PlanTable):
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read the result of `to_json`.
+        """Return the plan in a text that `to_json` has written.
 
         Raises:
             PlanError: The text is not a plan, or has another version. The message gives the place.
@@ -377,10 +377,12 @@ class Plan(PlanTable):
             >>> page.startswith("<!doctype html>"), "d1.kernel" in page
             (True, True)
         """
-        from layoutmap.report.page.page import make_plan_page, read_explained_step
+        from layoutmap.report.page.page import make_plan_page, validate_step_explanation
 
         return make_plan_page(
-            self, self.lint(batch_dim).problems, None if explained is None else read_explained_step(explained)
+            self,
+            self.lint(batch_dim).problems,
+            None if explained is None else validate_step_explanation(explained),
         )
 
     def to_text(self, width: int | None = None) -> str:

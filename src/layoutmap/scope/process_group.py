@@ -21,8 +21,8 @@ from layoutmap.engines.agreement import (
     call_and_share_errors,
     check_same_texts,
     compare_texts,
-    describe_difference,
-    find_difference,
+    describe_text_difference,
+    find_first_difference,
     gather_texts,
     make_process_facts,
 )
@@ -74,7 +74,7 @@ class MeshProcesses:
         """Return the texts of all processes in order. All processes must call this."""
         return gather_texts(text, self.gather_from_processes) if self.has_other_processes else [text]
 
-    def find_differences(self, text: str) -> Sequence[str]:
+    def gather_texts_if_different(self, text: str) -> Sequence[str]:
         """Return the texts of all processes if they differ, else an empty sequence. All processes must call this."""
         return compare_texts(text, self.gather_from_processes)[0] if self.has_other_processes else []
 
@@ -84,14 +84,14 @@ class MeshProcesses:
             return function()
         return call_and_share_errors(function, self.gather_from_processes, verb)
 
-    def run_in_first(self, function: Callable[[], list[str]]) -> list[str]:
+    def run_in_first_process(self, function: Callable[[], list[str]]) -> list[str]:
         """Call a function only in process 0, and return its texts in all processes. If it raises, raise in all."""
         texts = self.run_in_all_processes(lambda: function() if self.process_index == 0 else [], "save")
         return json.loads(self.gather_text(json.dumps(texts))[0])
 
 
 def check_same_options(options: str, gather: Gather) -> None:
-    """Raise a `ScopeError` in all processes if their options for a scope, or the errors of these, differ."""
+    """Raise a `ScopeError` in all processes if their options for a scope, or the errors in these options, differ."""
     texts, _ = compare_texts(options, gather)
     if texts:
         raise ScopeError(
@@ -124,7 +124,7 @@ def check_same_plans(
         ("problems", refusal),
         ("rules", rules),
     ]
-    found = find_difference(own_parts, gather)
+    found = find_first_difference(own_parts, gather)
     if found is None:
         return
     name, texts = found
@@ -143,7 +143,7 @@ def check_same_plans(
     same = "no difference" if orders[0] == orders[other] else f"{orders[0]}\n{orders[other]}"
     what = f"process {other} has a different plan from process 0"
     raise PlanError(
-        what if name == "plan" else describe_difference(name, texts),
+        what if name == "plan" else describe_text_difference(name, texts),
         facts={f"from process 0 to {other}": str(difference) if difference else same},
         why="each process holds a part of one model, so all must build the same model with the same rules",
         fix="use the same layout map, library releases, and model in all processes",
@@ -174,7 +174,7 @@ def check_same_save_arguments(named_texts: Iterable[tuple[str, str]], gather: Ga
         named_texts: The arguments and variables of the save in order, each as a name or path and a text to compare.
         gather: Returns the numpy values of all processes, stacked.
     """
-    if (found := find_difference(named_texts, gather)) is not None:
+    if (found := find_first_difference(named_texts, gather)) is not None:
         raise CheckpointError(
             f"{found[0]}: the processes save with different arguments",
             facts=make_process_facts(found[1]),

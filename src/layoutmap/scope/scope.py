@@ -18,7 +18,7 @@ from layoutmap.adapters import (
     TrainingAdapter,
     forbid_models_of_other_libraries,
     get_adapter,
-    get_imported_adapter,
+    get_adapter_of_imported_library,
     get_model_adapter,
     require_capability,
 )
@@ -29,7 +29,7 @@ from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.engines import get_engine
 from layoutmap.plan.carried_cost import load_cost_package
-from layoutmap.plan.completeness import has_weights, make_unbuilt_problem
+from layoutmap.plan.completeness import has_weights, make_unbuilt_layers_problem
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.scope.arguments import (
     check_apply_arguments,
@@ -38,7 +38,7 @@ from layoutmap.scope.arguments import (
     check_model_function,
     document_scope_options,
 )
-from layoutmap.scope.context import Scope, get_map_mesh
+from layoutmap.scope.context import Scope, get_layout_map_mesh
 from layoutmap.scope.owner import check_model_library, retry_with_model_library
 from layoutmap.scope.plan import Plan, make_plan
 
@@ -94,7 +94,7 @@ def scope(
     context = _open_scope(layout_map, _choose_adapter(library), options)
     with context.session.defer_variables(), forbid_models_of_other_libraries(context.adapter):
         yield context
-    context.warn_if_empty()
+    context.warn_if_scope_is_empty()
     context.warn_of_unbuilt_layers()
 
 
@@ -242,12 +242,12 @@ def plan(
             on, context.mesh, inputs, adapter.engine_name, options
         )
     with adapter.preserve_random_states(), pause_garbage_collection():
-        prepare = None
+        change_model = None
         if optimizer is not None:
             training = require_capability(adapter, TrainingAdapter, "plan: optimizer")
-            prepare = functools.partial(training.set_optimizer, optimizer=optimizer)
-        model = make_model_in_scope(context, make_model, inputs, prepare)
-        unbuilt = context.session.list_unbuilt_layers()
+            change_model = functools.partial(training.set_optimizer, optimizer=optimizer)
+        model = make_model_in_scope(context, make_model, inputs, change_model)
+        unbuilt = context.session.list_unbuilt_layer_names()
         found = context.plan
         complete = has_weights(found) and not unbuilt
         final = make_plan(
@@ -259,12 +259,12 @@ def plan(
             free_activations=context.free_activations,
             batch_dim=batch_dim,
             several_dims=context.several_dims,
-            explain_no_padding=adapter.explain_no_padding,
+            explain_why_padding_is_impossible=adapter.explain_why_padding_is_impossible,
         )
         engine_problems = [p for p in found.problems if p.kind in ("unsupported layout", "unsupported")]
         final = final.add_problems([p for p in engine_problems if p not in final.problems])
     if not complete:
-        problem = make_unbuilt_problem(type(model).__name__, unbuilt, called=inputs is not None)
+        problem = make_unbuilt_layers_problem(type(model).__name__, unbuilt, called=inputs is not None)
         final = final.add_problem(problem)
     if strict:
         final.check(strict=True)
@@ -306,13 +306,13 @@ def apply(model: object, layout_map: RuleSet, **options: Unpack[OptionsByName]) 
 
 
 def _choose_adapter(library: str | None) -> ModelAdapter:
-    return get_adapter(library) if library else get_imported_adapter()
+    return get_adapter(library) if library else get_adapter_of_imported_library()
 
 
 def _open_scope(layout_map: RuleSet, adapter: ModelAdapter, user_options: Mapping[str, Any]) -> Scope:
     """Start the devices of a layout map's mesh, and return a scope with the user's options."""
-    adapter.check_context()
-    engine, mesh = get_engine(adapter.engine_name), get_map_mesh(layout_map)
+    adapter.check_scope_can_open()
+    engine, mesh = get_engine(adapter.engine_name), get_layout_map_mesh(layout_map)
     bound = engine.bind_mesh(mesh)
     spans_processes = len(bound.local_device_ids) < bound.size
     if not bound.local_device_ids:
@@ -324,7 +324,7 @@ def _open_scope(layout_map: RuleSet, adapter: ModelAdapter, user_options: Mappin
             "devices: lm.create_mesh(..)",
         )
     try:
-        options, refusal = _check_and_read_options(adapter, user_options, mesh, spans_processes), None
+        options, refusal = _check_and_read_user_options(adapter, user_options, mesh, spans_processes), None
     except LayoutMapError as error:
         options, refusal = None, error
     if spans_processes:
@@ -349,7 +349,7 @@ def _open_scope(layout_map: RuleSet, adapter: ModelAdapter, user_options: Mappin
 
 
 # Adapters check their own options, and the scope checks the common ones (decisions/0171).
-def _check_and_read_options(
+def _check_and_read_user_options(
     adapter: ModelAdapter, user_options: Mapping[str, Any], mesh: Mesh, spans_processes: bool
 ) -> ScopeOptions:
     """Check the options that the user passed, and return them as `ScopeOptions`."""
@@ -373,7 +373,7 @@ def make_model_in_scope(
     context: Scope,
     make_model: Callable[[], Any],
     inputs: object,
-    prepare: Callable[[object], object] | None = None,
+    change_model: Callable[[object], object] | None = None,
 ) -> Any:
     """Call a model function in a scope, and return the model with all its weights.
 
@@ -381,18 +381,21 @@ def make_model_in_scope(
         context: The scope.
         make_model: Creates the model and returns it.
         inputs: See `build`.
-        prepare: Changes the model before its weights are created, and returns it, as to give it an optimizer.
+        change_model: Changes the model before its weights are created, and returns it, as to give it an optimizer.
     """
 
-    def make_model_of_library() -> Any:
+    def make_model_of_only_this_library() -> Any:
         with forbid_models_of_other_libraries(context.adapter):
-            return _make_and_check_model(context, make_model, inputs, prepare)
+            return _make_and_check_model(context, make_model, inputs, change_model)
 
-    return context.session.build_model(make_model_of_library)
+    return context.session.build_model(make_model_of_only_this_library)
 
 
 def _make_and_check_model(
-    context: Scope, make_model: Callable[[], Any], inputs: object, prepare: Callable[[object], object] | None
+    context: Scope,
+    make_model: Callable[[], Any],
+    inputs: object,
+    change_model: Callable[[object], object] | None,
 ) -> Any:
     """Call the function that creates the model, check its result, and return the model with all its weights."""
     model = make_model()
@@ -403,7 +406,7 @@ def _make_and_check_model(
             fix="end the function with: return model",
         )
     check_model_library(model, context.adapter.name)
-    model = model if prepare is None else prepare(model)
+    model = model if change_model is None else change_model(model)
     if not context.session.has_built(model):
         raise ScopeError(
             f"{type(model).__name__}: the function returned an existing model",

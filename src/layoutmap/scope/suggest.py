@@ -8,7 +8,7 @@ from typing import Any
 from layoutmap.core.errors import PlanError
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import BatchDim
-from layoutmap.plan.completeness import find_unbuilt_problem
+from layoutmap.plan.completeness import find_unbuilt_layers_problem
 from layoutmap.plan.suggest_rules import suggest_rules
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.layout_map import LayoutMap
@@ -63,7 +63,7 @@ def suggest(
         the rest is replicated
     """
     model_plan = plan(make_model, LayoutMap(mesh), inputs=inputs, library=library)
-    missing = find_unbuilt_problem(model_plan)
+    missing = find_unbuilt_layers_problem(model_plan)
     if missing is not None:
         raise PlanError(
             f"suggest: {missing.what}",

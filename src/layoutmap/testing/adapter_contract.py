@@ -35,7 +35,7 @@ __all__ = ["AdapterContract", "ScopeContract"]
 
 
 class AdapterContract(OldMethodNames):
-    """The laws of adapters. Inherit it and define the methods below.
+    """The laws of adapters, as tests. Inherit them, and define the methods that raise `NotImplementedError`.
 
     Attributes:
         library: The model library's name.
@@ -65,11 +65,11 @@ class AdapterContract(OldMethodNames):
     # -- methods that a subclass defines
 
     def models(self) -> Mapping[str, Callable[[], Any]]:
-        """Return functions that create small models with weights, by name."""
+        """Return a dict from the name of each small model to test to the function that creates it."""
         raise NotImplementedError
 
     def rules(self, name: str) -> Mapping[str, tuple[str | None, ...]]:
-        """Return rules that fit a model on every mesh. The size of each sharded axis must be a multiple of 8."""
+        """Return a dict from patterns to specs of a model. The size of each sharded axis must be a multiple of 8."""
         raise NotImplementedError
 
     def batch(self, name: str) -> tuple[Any, Any]:
@@ -77,11 +77,11 @@ class AdapterContract(OldMethodNames):
         raise NotImplementedError
 
     def get_array(self, variable: Any) -> Any:
-        """Return the engine's array of a variable."""
+        """Return the framework's array that stores the values of a variable."""
         raise NotImplementedError
 
     def num_arrays(self) -> int:
-        """Return the number of the engine's live arrays in this process."""
+        """Return how many arrays of the framework exist in this process."""
         raise NotImplementedError
 
     # -- helpers of the laws
@@ -92,11 +92,11 @@ class AdapterContract(OldMethodNames):
         return get_adapter(self.library)
 
     def get_first_model(self) -> tuple[str, Callable[[], Any]]:
-        """Return the name and the function of the first model, for laws that need one model."""
+        """Return the first model's name and the function that creates it, for laws that need only one model."""
         return next(iter(self.models().items()))
 
     def make_layout_map(self, name: str, mesh: str = "batch=2,model=4") -> lm.LayoutMap:
-        """Return a layout map with the rules of a model. Rules skip dims that the mesh lacks."""
+        """Return a layout map with the rules of a model. Dims that the mesh lacks are left out of the rules."""
         on = lm.create_mesh(mesh)
         rules = {
             p: tuple(s if s in on.dim_names else None for s in specs) for p, specs in self.rules(name).items()
@@ -111,20 +111,20 @@ class AdapterContract(OldMethodNames):
         return model
 
     def read_unsharded(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """Return the values of an unsharded model, by path."""
+        """Return a dict from path to value of the variables of a new unsharded model."""
         return self.read_values(self.make_unsharded(name))
 
     def build_sharded(self, name: str, mesh: str = "batch=2,model=4") -> Any:
-        """Return a model that is sharded over a mesh, with the same seed as the unsharded model."""
+        """Return a new model that is sharded over a mesh, with the same random seed as the unsharded model."""
         self.adapter.set_seed(7)
         return self.make_layout_map(name, mesh).build(self.models()[name], library=self.library)
 
     def read_values(self, model: Any) -> dict[str, npt.NDArray[Any]]:
-        """Return the values of a model's variables, by path."""
+        """Return a dict from path to value of a model's variables."""
         return {path: self.adapter.read(v) for path, v in self.adapter.variables(model).items()}
 
     def require(self, capability: type[Capable]) -> Capable:
-        """Return the adapter, or skip the law if the adapter lacks the capability."""
+        """Return the adapter if it implements the protocol `capability`. Otherwise, skip the test."""
         if not isinstance(self.adapter, capability):
             pytest.skip(f"the adapter of {self.library} does not implement {capability.__name__}")
         return self.adapter
@@ -242,7 +242,7 @@ class AdapterContract(OldMethodNames):
         model = self.build_sharded(name)
         self.adapter.create_lazy_variables(model, self.batch(name))
         for path, value in self.read_values(model).items():
-            if value.dtype.kind == "f":  # no initializer returns this, so only a load can restore it
+            if value.dtype.kind == "f":  # no initializer returns `value + 1`, so only a load can restore it
                 self.adapter.write(self.adapter.variables(model)[path], value + 1)
         lm.save(model, tmp_path)
         saved = lm.describe(tmp_path)  # compare only saved variables, because some are not saved
@@ -299,11 +299,11 @@ class AdapterContract(OldMethodNames):
         name, make_model = self.get_first_model()
         created: list[Any] = []
 
-        def create() -> Any:
+        def create_and_keep_model() -> Any:
             created.append(make_model())
             return created[0]
 
-        lm.plan(create, self.make_layout_map(name), library=self.library)
+        lm.plan(create_and_keep_model, self.make_layout_map(name), library=self.library)
         path, variable = next(iter(self.adapter.variables(created[0]).items()))
         with pytest.raises(lm.PlanError, match="has no values") as caught:
             self.adapter.read(variable)
@@ -331,19 +331,19 @@ class AdapterContract(OldMethodNames):
 
         assert planned == {path: a for path, a in inspected.items() if path in planned}
         assert planned.keys() <= {stored.variable.path for stored in inspecting.describe_variables(unsharded)}
-        assert inspecting.find_context(sharded) is not None
-        assert inspecting.find_context(unsharded) is None
+        assert inspecting.find_scope_context(sharded) is not None
+        assert inspecting.find_scope_context(unsharded) is None
 
 
 class ScopeContract(AdapterContract):
-    """The laws of adapters that support `with layout_map.scope():`."""
+    """The laws of adapters that support `with layout_map.scope():`, as tests."""
 
     def snapshot_hooks(self) -> Mapping[str, Any]:
         """Return the current value of each attribute of the library that a scope replaces."""
         raise NotImplementedError
 
     def test_nothing_stays_hooked(self):
-        """The library is unchanged after a scope, an exception in a scope, and nested scopes."""
+        """The model library is unchanged after a scope, an exception in a scope, and nested scopes."""
         name, make_model = self.get_first_model()
         before = self.snapshot_hooks()
         with (
@@ -355,11 +355,11 @@ class ScopeContract(AdapterContract):
 
         assert before == self.snapshot_hooks()
         with pytest.raises(ZeroDivisionError):
-            self._build_and_fail(name, make_model)
+            self._build_model_and_raise(name, make_model)
 
         assert before == self.snapshot_hooks()
 
-    def _build_and_fail(self, name: str, make_model: Callable[[], Any]) -> None:
+    def _build_model_and_raise(self, name: str, make_model: Callable[[], Any]) -> None:
         with self.make_layout_map(name).scope(library=self.library):
             make_model()
             raise ZeroDivisionError
@@ -407,14 +407,14 @@ class ScopeContract(AdapterContract):
         models: dict[str, Any] = {}
         barrier = threading.Barrier(len(maps))
 
-        def build_model(mesh: str) -> None:
+        def build_model_in_scope(mesh: str) -> None:
             with maps[mesh].scope(library=self.library):
                 barrier.wait(60)
                 model = make_model()
                 barrier.wait(60)
             models[mesh] = model
 
-        threads = [threading.Thread(target=build_model, args=(mesh,)) for mesh in maps]
+        threads = [threading.Thread(target=build_model_in_scope, args=(mesh,)) for mesh in maps]
         for thread in threads:
             thread.start()
         for thread in threads:

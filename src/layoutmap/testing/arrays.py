@@ -64,7 +64,7 @@ check(engine.call_with_layout(lambda x: x + x, second, [array], {}), second)""",
 
 
 def try_array_laws(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Yield the outcome of each law of arrays, with its program if the law does not hold."""
+    """Try the laws of arrays in random layouts. Yield each outcome, and the law's program if it failed, or ""."""
     choices = Choices.from_seed(seed)
     mesh = Mesh(None, dims := choices.pick_weighted(devices.mesh_frequencies))
     shape = tuple(choices.pick(1, 2, 3) * mesh.size for _ in range(choices.pick_weighted({2: 4, 3: 3, 1: 2})))
@@ -74,22 +74,22 @@ def try_array_laws(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator
         "seed": seed,
         "shape": shape,
         "dtype": choices.pick("float32", "int32", "float16", "int8", "bfloat16"),
-        "specs": [_draw_supported_specs(choices, engine, mesh, shape) for _ in range(2)],
+        "specs": [_draw_specs_for_engine(choices, engine, mesh, shape) for _ in range(2)],
         "simulation": f"\nlm.simulate_devices({devices.number}, {engine!r})\n" if devices.simulated else "",
     }
     for law, lines in _LAWS.items():
         program = _PROGRAM.format(**values, law=lines)
-        outcome = run_law(law, partial(_execute_program, program))
-        yield outcome, program if outcome.is_suspicious else ""
+        outcome = run_law(law, partial(_execute_law_program, program))
+        yield outcome, program if outcome.is_failure else ""
 
 
-def _execute_program(program: str) -> Iterable[str]:
+def _execute_law_program(program: str) -> Iterable[str]:
     """Run a program that raises if its law does not hold, and return no differences otherwise."""
     exec(compile(program, "<drawn>", "exec"), {"__name__": __name__})
     return ()
 
 
-def _draw_supported_specs(choices: Choices, engine: str, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
+def _draw_specs_for_engine(choices: Choices, engine: str, mesh: Mesh, shape: tuple[int, ...]) -> Specs:
     """Draw sharding specs that the engine supports. TensorFlow's DTensor cannot shard an axis over several dims."""
     specs = draw_sharding_specs(choices, mesh, shape, "error")
     can_combine = get_engine(engine).several_dims

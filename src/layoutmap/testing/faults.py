@@ -39,8 +39,8 @@ class Fault:
     """A fault of an engine, as two programs on simulated CPU devices. Each prints 1 if its result is correct."""
 
     title: str
-    uncorrected: str  # source of a program that uses only the engine
-    corrected: str  # source of the same program with layoutmap
+    uncorrected: str  # code of a program that uses only the engine
+    corrected: str  # code of the same program with layoutmap
 
 
 def _list_xla_faults() -> list[Fault]:
@@ -85,8 +85,8 @@ def run_program(program: str) -> tuple[float, str]:
     return float(number[1] if number else "nan"), output
 
 
-def try_known_fault(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Yield whether the known fault that a seed chooses is corrected, with the fault's program if it is not.
+def try_known_fault_law(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
+    """Check if the known fault that `seed` selects is corrected. Yield the outcome, and if it is not, the program.
 
     Only the first process yields.
     """
@@ -95,12 +95,12 @@ def try_known_fault(engine: str, seed: int, devices: Devices = EIGHT) -> Iterato
     faults, figures = FAULTS[engine](), list[dict[str, str]]()
     fault = faults[seed % len(faults)]
 
-    def find_differences() -> Iterator[str]:
+    def run_fault_programs() -> Iterator[str]:
         (uncorrected, _), (corrected, output) = run_program(fault.uncorrected), run_program(fault.corrected)
         state = "present" if corrected != 1 else "gone" if uncorrected == 1 else "corrected"
         figures.append({"fault": fault.title, "state": state})
         if corrected != 1:
             yield output
 
-    outcome = run_law("a known fault of the engine is corrected", find_differences, figures)
-    yield outcome, fault.corrected if outcome.is_suspicious else ""
+    outcome = run_law("a known fault of the engine is corrected", run_fault_programs, figures)
+    yield outcome, fault.corrected if outcome.is_failure else ""

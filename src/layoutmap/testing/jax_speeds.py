@@ -23,8 +23,10 @@ _OPERATIONS: Mapping[str, Callable[[Any, str], jax.Array]] = {
 }
 
 
-def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
-    """Return a function that runs a collective of float32 over a mesh dim."""
+def make_collective_function(
+    kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int
+) -> Callable[[], object]:
+    """Return a function without arguments that runs a collective of float32 values over a mesh dim."""
     size = mesh.dim_size(dim)
     # Number of elements on each device.
     length = num_bytes // 4 // size**2 * (size if kind == "all_gather" else size**2)
@@ -40,34 +42,34 @@ def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) 
     return partial(jax.jit(operation), values)
 
 
-def make_product(dtype: str, size: int) -> Callable[[], object]:
+def make_matmul_function(dtype: str, size: int) -> Callable[[], object]:
     """Return a function that multiplies two square matrices on one device."""
     return partial(jax.jit(jnp.matmul), *[jnp.ones((size, size), dtype)] * 2)
 
 
-def make_copy(num_bytes: int) -> Callable[[], object]:
+def make_memory_copy_function(num_bytes: int) -> Callable[[], object]:
     """Return a function that reads and writes `num_bytes` on one device."""
     return partial(jax.jit(jnp.negative), jnp.ones(num_bytes // 4))
 
 
-def get_memory_bytes() -> int | None:
+def get_device_memory_bytes() -> int | None:
     """Return the bytes that JAX may use on a device, or None if the device uses the host's memory."""
     return _get_memory_stats().get("bytes_limit")
 
 
-def watch_peak_bytes() -> Callable[[], int | None]:
-    """Return a function that returns the peak bytes in use since this call.
+def make_peak_bytes_reader() -> Callable[[], int | None]:
+    """Return a function that returns the most bytes in use since this call.
 
     It returns `None` if devices report no memory, as CPUs do, or if an earlier peak was higher, since JAX cannot reset
     the peak.
     """
     earlier = _get_memory_stats().get("peak_bytes_in_use", 0)
 
-    def get_peak_bytes() -> int | None:
+    def read_peak_bytes() -> int | None:
         peak = _get_memory_stats().get("peak_bytes_in_use", 0)
         return peak if peak > earlier else None
 
-    return get_peak_bytes
+    return read_peak_bytes
 
 
 def _get_memory_stats() -> Mapping[str, int]:
@@ -75,7 +77,7 @@ def _get_memory_stats() -> Mapping[str, int]:
 
 
 def describe_devices() -> dict[str, str]:
-    """Return facts about the devices for a report."""
+    """Return a dict of facts about the devices for a report: their kind and, for TPUs, coordinates and slices."""
     devices = jax.devices()
     facts = {"kind": ", ".join(sorted({device.device_kind for device in devices}))}
     slices = {getattr(device, "slice_index", None) for device in devices} - {None}

@@ -33,32 +33,32 @@ from layoutmap.testing.models.maps import EIGHT, Devices
 from layoutmap.testing.stack import LayerStack
 from layoutmap.testing.subjects import make_cpu_environment, make_launcher_environments
 
-_WIDTH = 120  # a number that most numbers of devices divide
+_WIDTH = 120  # width of all layers, which most numbers of devices divide
 _SECONDS = 120.0
 
 
-def try_killed_save(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
+def try_killed_save_law(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
     """Kill a program that saves, load its steps on the devices, and yield the outcome. All processes call this."""
     dims = Choices.from_seed(seed).pick_weighted(devices.mesh_frequencies)
     law = "a save that is killed leaves the steps before it, for any mesh"
-    yield run_law(law, lambda: _check_saved_steps(engine, dims, random.Random(seed))), ""
+    yield run_law(law, lambda: _kill_save_and_check_steps(engine, dims, random.Random(seed))), ""
 
 
-def _check_saved_steps(engine: str, dims: str, rng: random.Random) -> Iterator[str]:
-    """Yield a text for each saved step with different values after it is loaded on the mesh."""
+def _kill_save_and_check_steps(engine: str, dims: str, rng: random.Random) -> Iterator[str]:
+    """Kill a program while it saves, and load its steps on the mesh. Yield a text for each step with wrong values."""
     constant = ConstantModel(engine, dims)
     with tempfile.TemporaryDirectory() as own_folder:
-        folder, *steps = constant.group.run_in_first(
-            lambda: [own_folder, *_save_until_killed(engine, Path(own_folder), rng)]
+        folder, *steps = constant.group.run_in_first_process(
+            lambda: [own_folder, *_run_and_kill_saving_program(engine, Path(own_folder), rng)]
         )
         for step in map(int, steps):
             constant.model = CheckpointManager(folder).load(constant.model, step=step)
-            if constant.read_values() != {step}:
-                yield f"step {step} is {constant.read_values()} on {dims}"
+            if constant.read_distinct_values() != {step}:
+                yield f"step {step} is {constant.read_distinct_values()} on {dims}"
         constant.group.gather_text("")  # wait until all processes have read the folder
 
 
-def _save_until_killed(engine: str, folder: Path, rng: random.Random) -> list[str]:
+def _run_and_kill_saving_program(engine: str, folder: Path, rng: random.Random) -> list[str]:
     """Run a program that saves, kill it, and return the numbers of the saved steps. Raise if a step is damaged."""
     storage = LocalStorage(folder)
     (process,) = start_processes([sys.executable, "-m", __name__, engine, str(folder)], folder)
@@ -68,7 +68,7 @@ def _save_until_killed(engine: str, folder: Path, rng: random.Random) -> list[st
     process.kill()
     errors = process.communicate()[1]
     problems = [
-        problem for step in storage.list_steps() for problem in StepSource(storage, step).find_damage()
+        problem for step in storage.list_steps() for problem in StepSource(storage, step).iterate_damage()
     ]
     assert (process.returncode, problems) == (-signal.SIGKILL, []), errors[-3000:] or problems
     return [str(step) for step in storage.list_steps()]
@@ -103,7 +103,7 @@ class ConstantModel:
         self.group = MeshProcesses(get_engine(engine), stack.mesh)
         self.set_all_weights(0)
 
-    def read_values(self) -> set[int]:
+    def read_distinct_values(self) -> set[int]:
         """Return the distinct values of all weights in the shards of this process."""
         arrays = [stored.array for stored in self._adapter.list_stored_variables(self.model)]
         return {int(value) for array in arrays for shard in unpack(array) for value in np.unique(shard)}
@@ -114,8 +114,8 @@ class ConstantModel:
             self._adapter.write(variable, np.full((_WIDTH, _WIDTH), value, np.float32))
 
 
-def build_constant_model(engine: str) -> ConstantModel:
-    """Return a model on the two devices of a program that `start_processes` started."""
+def build_model_in_saving_program(engine: str) -> ConstantModel:
+    """Return a model on the two devices of this program, which `start_processes` started."""
     if (started_by := detect_launcher()) is None:
         simulate_devices(2, engine)
     elif engine == "jax":
@@ -128,7 +128,7 @@ def build_constant_model(engine: str) -> ConstantModel:
 
 def main(engine: str, folder: str) -> None:
     """Save steps until this process is killed."""
-    constant, manager, step = build_constant_model(engine), CheckpointManager(folder, keep_last=3), 0
+    constant, manager, step = build_model_in_saving_program(engine), CheckpointManager(folder, keep_last=3), 0
     while True:
         step += 1
         constant.set_all_weights(step)

@@ -20,7 +20,7 @@ class OldMethodNames:
             warn_about_old_name(old, cls.old_names[old])
             setattr(cls, cls.old_names[old], vars(cls)[old])
 
-    if not TYPE_CHECKING:  # hidden from type checkers, which would then accept any method
+    if not TYPE_CHECKING:  # hide this from type checkers, which would accept any method name
 
         def __getattr__(self, name: str) -> Any:
             if name not in self.old_names:

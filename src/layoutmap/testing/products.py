@@ -34,7 +34,7 @@ def allow_tf32(engine: str, mesh: Mesh) -> Iterator[bool]:
     setting = f"import {engine}\n{ALLOW_TF32[engine]}"
     exec(setting.format(True))
     try:
-        yield describe_products(partial(_multiply_on_mesh, engine, mesh)) != _FLOAT32
+        yield describe_product_precision(partial(_multiply_on_mesh, engine, mesh)) != _FLOAT32
     finally:
         exec(setting.format(False))
 
@@ -45,11 +45,11 @@ def describe_tf32(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]
     if not simulated:
         with allow_tf32(engine, mesh) as has_tf32:
             pass
-    description = describe_products(partial(_multiply_on_mesh, engine, mesh))
+    description = describe_product_precision(partial(_multiply_on_mesh, engine, mesh))
     return {"float32 products": description, "TF32": "tried, too" if has_tf32 else "not on these devices"}
 
 
-def describe_products(multiply: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
+def describe_product_precision(multiply: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
     """Return a text that tells whether float32 products are rounded to float32, or to TF32 or bfloat16."""
     a, b = np.random.default_rng(0).normal(size=(2, 128, 128)).astype("float32")
     exact = a.astype("float64") @ b.astype("float64")

@@ -31,22 +31,22 @@ CASE_SECONDS = 300.0  # number of seconds after which a case is stopped
 TURN_SECONDS = 60.0
 """A process ends if its subject has used this many seconds more than a different subject. Then a process of that
 subject starts and imports its framework, so a smaller limit causes more imports."""
-_GRACE_SECONDS = 5.0  # time for a process to end by itself; others could wait forever for a killed one
+_GRACE_SECONDS = 5.0  # wait this long before a kill, because other processes may wait for a killed one
 
 
 @dataclass(frozen=True)
 class LawResult:
-    """The outcome of a law for a case of a subject."""
+    """The outcome of a law for one case of a subject."""
 
     subject: str
     seed: int
     outcome: Outcome
-    program: str = ""  # source of the case, if the law did not hold
+    program: str = ""  # program of the case, if the law failed
 
 
 @dataclass
 class Schedule:
-    """Cases to try, with the progress so far."""
+    """Try cases of several subjects in worker processes, until a limit of time or number is reached."""
 
     subjects: Sequence[str]  # subjects to try: keys of `SUBJECTS` and `WITHOUT_MODELS`
     seed: int  # first seed of each subject
@@ -57,9 +57,9 @@ class Schedule:
     simulate: int = 8  # number of devices that each process simulates; 0: use the devices of the machine
     mesh: str = ""  # mesh of all cases; empty: drawn for each case
     settings: Mapping[str, str] = field(default_factory=dict[str, str])  # environment variables
-    # by engine, the device names, for each engine whose process has started
+    # device names of each engine that a process has started
     devices: dict[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]], init=False)
-    # by engine, facts about these devices for a report
+    # facts about these devices for a report, of each engine
     facts: dict[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]], init=False)
     used_seconds: Counter[str] = field(default_factory=Counter[str], init=False)  # seconds by subject
     num_begun: Counter[str] = field(default_factory=Counter[str], init=False)  # number of cases by subject
@@ -97,22 +97,22 @@ class Schedule:
         The first process chooses the cases, and when to stop.
         """
         deadline = time.monotonic() + self.seconds
-        with self._start_process(self.subjects[0], quick=True) as process:
+        with self._start_worker(self.subjects[0], quick=True) as process:
             for seed in itertools.count(self.seed):
                 for process.subject in self.subjects:
                     is_over = time.monotonic() >= deadline or seed - self.seed == self.count
                     if process.has_ended or (is_first_process and is_over):
                         return
-                    yield from process.try_case(seed, float("inf"))
+                    yield from process.send_case_and_read_results(seed, float("inf"))
 
     def _try_cases_in_worker(self) -> None:
         try:
             while subject := self._choose_next_subject():
-                with self._start_process(subject, quick=True) as process:
+                with self._start_worker(subject, quick=True) as process:
                     for _ in range(CASES_PER_PROCESS):
                         if process.has_ended or (seed := self._take_next_seed(subject)) is None:
                             break
-                        self._try_case(process, seed)
+                        self._try_case_and_queue_results(process, seed)
                         turn = min(TURN_SECONDS, self.seconds / len(self.subjects))
                         least = min(self.used_seconds[other] for other in self.subjects)
                         if self.used_seconds[subject] > least + turn:
@@ -120,20 +120,20 @@ class Schedule:
         finally:
             self._results.put(None)
 
-    def _try_case(self, process: _WorkerProcess, seed: int) -> None:
+    def _try_case_and_queue_results(self, process: _WorkerProcess, seed: int) -> None:
         """Try a case and queue its results. If a law fails, queue results of a run without quick compilation."""
         start, subject = time.monotonic(), process.subject
-        results = process.try_case(seed, self._deadline)
-        num_laws = max((i + 1 for i, result in enumerate(results) if result.outcome.is_suspicious), default=0)
+        results = process.send_case_and_read_results(seed, self._deadline)
+        num_laws = max((i + 1 for i, result in enumerate(results) if result.outcome.is_failure), default=0)
         if process.is_quick and num_laws:
-            # Try all laws up to the last suspicious one again, because laws share models. If the process ended early,
+            # Try all laws up to the last failed one again, because laws share models. If the process ended early,
             # or no case could be drawn, the last result is of no law in LAWS. Then try all laws again.
             laws = [result.outcome.law for result in results[:num_laws]]
-            with self._start_process(subject, quick=False, laws=laws if laws[-1] in LAWS else ()) as slow:
-                results = [*slow.try_case(seed, self._deadline), *results[num_laws:]]
+            with self._start_worker(subject, quick=False, laws=laws if laws[-1] in LAWS else ()) as slow:
+                results = [*slow.send_case_and_read_results(seed, self._deadline), *results[num_laws:]]
         if (engine := get_subject(subject).engine) not in self.devices:  # no process could start the engine
             self._stopped.add(engine)
-        if time.monotonic() < self._deadline:  # after the deadline, the case may be unfinished
+        if time.monotonic() < self._deadline:  # else drop the results, because the case may be unfinished
             for result in results:
                 self._results.put(result)
         with self._lock:
@@ -159,7 +159,7 @@ class Schedule:
             return self.seed + self.num_begun[subject] - 1
 
     @contextlib.contextmanager
-    def _start_process(
+    def _start_worker(
         self, subject: str, *, quick: bool, laws: Sequence[str] = ()
     ) -> Iterator[_WorkerProcess]:
         process = _WorkerProcess(self, subject, quick=quick, laws=laws or self.laws)
@@ -204,7 +204,7 @@ class _WorkerProcess:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def try_case(self, seed: int, deadline: float) -> list[LawResult]:
+    def send_case_and_read_results(self, seed: int, deadline: float) -> list[LawResult]:
         """Try a case and return its results. If the process ends or takes too long, the last result is a failure."""
         results: list[LawResult] = []
         timer = threading.Timer(max(0.0, min(CASE_SECONDS, deadline - time.monotonic())), self.kill_processes)

@@ -43,7 +43,7 @@ def measure_speeds(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator
 def import_speed_module(engine: str) -> Any:
     """Import and return the module that runs collectives, products, and copies of a framework.
 
-    Its `make_collective` takes the bytes of the tensor where it is largest, as `Machine.seconds` does.
+    Its `make_collective_function` takes the bytes of the tensor where it is largest, as `Machine.seconds` does.
     """
     if engine not in _SPEEDS:
         raise EngineError(
@@ -70,16 +70,16 @@ def _measure_step(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     adapter = require_capability(get_adapter(engine), TrainingAdapter, "a step")
     width, size = 2**7 if mesh.device_type == "CPU" else 2**12, mesh.size
     stack = LayerStack(engine, dims, -(-width // size) * size)
-    batch, get_peak_bytes = stack.batch, speeds.watch_peak_bytes()
+    batch, read_peak_bytes = stack.batch, speeds.make_peak_bytes_reader()
     adapter.set_seed(0)
     model = stack.build_model()
-    created_bytes, get_peak_bytes = get_peak_bytes(), speeds.watch_peak_bytes()
+    created_bytes, read_peak_bytes = read_peak_bytes(), speeds.make_peak_bytes_reader()
     seconds = _measure_seconds(lambda: adapter.train_step(model, batch), speeds.wait_for_result, rounds=2)
     yield {
         "mesh": dims,
         "width": stack.width,
         "step": seconds,
-        "step_bytes": get_peak_bytes(),
+        "step_bytes": read_peak_bytes(),
         "created_bytes": created_bytes,
     }
 
@@ -91,18 +91,18 @@ def _measure_operations(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     num_bytes = 2**20 if is_cpu else 2**28  # many bytes, so that the latency of a collective does not matter
     for dim in mesh.mesh_dims:
         for kind in MEASURED_COLLECTIVES if dim.size > 1 else ():
-            operation = speeds.make_collective(kind, mesh, dim.name, num_bytes)
+            operation = speeds.make_collective_function(kind, mesh, dim.name, num_bytes)
             seconds = _measure_seconds(operation, speeds.wait_for_result)
             yield {"kind": kind, "mesh": dims, "dim": dim.name, "bytes": num_bytes, "seconds": seconds}
     size = 2**8 if is_cpu else 2**13
     for dtype in _DTYPES:
-        seconds = _measure_seconds(speeds.make_product(dtype, size), speeds.wait_for_result)
+        seconds = _measure_seconds(speeds.make_matmul_function(dtype, size), speeds.wait_for_result)
         yield {"dtype": dtype, "flops": 2 * size**3 / seconds}
     num_bytes = 2**26 if is_cpu else 2**30
-    seconds = _measure_seconds(speeds.make_copy(num_bytes), speeds.wait_for_result)
+    seconds = _measure_seconds(speeds.make_memory_copy_function(num_bytes), speeds.wait_for_result)
     yield {"memory_bandwidth": 2 * num_bytes / seconds}
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield {"memory": speeds.get_memory_bytes() or host_bytes // len(mesh.local_device_ids)}
+    yield {"memory": speeds.get_device_memory_bytes() or host_bytes // len(mesh.local_device_ids)}
 
 
 def _measure_seconds(call: Callable[[], Any], wait: Callable[[Any], None], rounds: int = _ROUNDS) -> float:

@@ -90,7 +90,7 @@ class LayerStack:
         )
 
     def predict_cost(self, machine: Machine) -> dict[str, float]:
-        """Return the planned seconds of a step, its peak bytes, and the bytes of all variables."""
+        """Return the planned seconds of a step, its peak bytes, and the bytes of all variables on a device."""
         inputs: Any = np.empty((self.width, self.width), "float32")
         step_plan = plan(
             self._make_model,

@@ -22,7 +22,7 @@ from layoutmap.core.match import Rest
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.uneven import Uneven
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.rules.patterns import explain_slow_pattern
+from layoutmap.rules.patterns import explain_why_pattern_is_slow
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan, make_plan
 
@@ -115,7 +115,9 @@ def patterns() -> st.SearchStrategy[str]:
     They contain exact paths, `.*\.kernel`, classes, groups, alternatives, all quantifiers, escapes, anchors,
     look-arounds, back references, comments, and flags. All compile, and a layout map accepts them.
     """
-    return st.one_of(paths(), paths().map(re.escape), _draw_pattern(), _draw_regex()).filter(_can_be_rule)
+    return st.one_of(paths(), paths().map(re.escape), _draw_typical_pattern(), _draw_random_regex()).filter(
+        _can_be_rule_pattern
+    )
 
 
 @st.composite
@@ -163,7 +165,7 @@ def plans(draw: st.DrawFn, *, layers: bool = False) -> tuple[list[VariableSpec],
         parents = st.lists(st.sampled_from(variables), min_size=draw(st.integers(0, 2)), max_size=3)
         variables += draw(parents.flatmap(_make_derived_variables))
         for variable in draw(st.lists(st.sampled_from(variables), max_size=4, unique=True)):
-            pattern = draw(_make_patterns_for_variable(variable))
+            pattern = draw(_make_matching_pattern_strategy(variable))
             if pattern not in layout_map:
                 rank = draw(st.just(len(variable.shape)) | st.integers(0, 3))
                 layout = draw(layouts(mesh, min_rank=rank, max_rank=rank))
@@ -189,7 +191,7 @@ def _make_derived_variables(draw: st.DrawFn, parents: list[VariableSpec]) -> lis
     return variables
 
 
-def _make_patterns_for_variable(variable: VariableSpec) -> st.SearchStrategy[str]:
+def _make_matching_pattern_strategy(variable: VariableSpec) -> st.SearchStrategy[str]:
     """Return a strategy of patterns that match a variable but not its parent."""
     matching = [variable.path, f"{re.escape(variable.path)}$"]
     if variable.parent:
@@ -198,7 +200,7 @@ def _make_patterns_for_variable(variable: VariableSpec) -> st.SearchStrategy[str
 
 
 @st.composite
-def _draw_pattern(draw: st.DrawFn) -> str:
+def _draw_typical_pattern(draw: st.DrawFn) -> str:
     """Strategy of patterns that users typically write."""
     wild = st.sampled_from([r"\d+", ".*", "[^.]+", "(query|key|value)", "(up|gate)", r"[a-z]+\d?", "."])
     parts = draw(
@@ -222,11 +224,11 @@ _QUANTIFIERS = "* + ? {2} {0} {1,2} {,2} {1,} {,} {} {a}".split()  # noqa: SIM90
 
 
 @st.composite
-def _draw_regex(draw: st.DrawFn, depth: int = 3) -> str:
-    """Strategy of regexes by grammar. Some do not compile."""
+def _draw_random_regex(draw: st.DrawFn, depth: int = 3) -> str:
+    """Strategy of regexes with parts that are nested up to `depth` times. Some do not compile."""
     forms = ["text", "sign", "row", "row", "many", "group", "or"] if depth else ["text", "sign"]
     form = draw(st.sampled_from(forms))
-    inner = _draw_regex(depth - 1)
+    inner = _draw_random_regex(depth - 1)
     if form == "text":
         return draw(_TEXTS)
     if form == "sign":
@@ -240,12 +242,12 @@ def _draw_regex(draw: st.DrawFn, depth: int = 3) -> str:
     return f"{draw(inner)}|{draw(inner)}"
 
 
-def _can_be_rule(pattern: str) -> bool:
+def _can_be_rule_pattern(pattern: str) -> bool:
     with warnings.catch_warnings():
         # A later Python may parse patterns with warnings differently, such as a "possible nested set", so refuse these.
         warnings.simplefilter("error")
         try:
             # A rules file refuses slow patterns, so refuse these, too.
-            return bool(re.compile(pattern)) and not explain_slow_pattern(pattern)
+            return bool(re.compile(pattern)) and not explain_why_pattern_is_slow(pattern)
         except (re.error, OverflowError, RecursionError, Warning):
             return False

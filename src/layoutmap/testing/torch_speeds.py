@@ -21,8 +21,10 @@ _PLACEMENTS = {
 }
 
 
-def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) -> Callable[[], object]:
-    """Return a function that runs a collective of float32 over a mesh dim."""
+def make_collective_function(
+    kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int
+) -> Callable[[], object]:
+    """Return a function without arguments that runs a collective of float32 values over a mesh dim."""
     native, size = make_device_mesh(mesh), mesh.dim_size(dim)
     before, after = ([Replicate()] * len(mesh.dim_names) for _ in range(2))
     number = mesh.dim_names.index(dim)
@@ -42,27 +44,27 @@ def make_collective(kind: CollectiveKind, mesh: Mesh, dim: str, num_bytes: int) 
     return run_collective
 
 
-def make_product(dtype: str, size: int) -> Callable[[], object]:
+def make_matmul_function(dtype: str, size: int) -> Callable[[], object]:
     """Return a function that multiplies two square matrices on one device."""
     matrix = torch.ones(size, size, dtype=getattr(torch, dtype), device=_get_device())
     return lambda: matrix @ matrix
 
 
-def make_copy(num_bytes: int) -> Callable[[], Any]:
+def make_memory_copy_function(num_bytes: int) -> Callable[[], Any]:
     """Return a function that reads and writes `num_bytes` on one device."""
     values = torch.ones(num_bytes // 4, device=_get_device())
     return values.clone
 
 
-def get_memory_bytes() -> int | None:
+def get_device_memory_bytes() -> int | None:
     """Return the memory of a device in bytes, or None if the device uses the host's memory."""
     return (
         torch.cuda.get_device_properties(_get_device()).total_memory if _get_device().type == "cuda" else None
     )  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def watch_peak_bytes() -> Callable[[], int | None]:
-    """Return a function that returns the peak bytes in use since this call, or `None` on CPUs."""
+def make_peak_bytes_reader() -> Callable[[], int | None]:
+    """Return a function that returns the most bytes in use since this call, or None on CPUs."""
     if _get_device().type == "cpu":
         return lambda: None
     torch.cuda.reset_peak_memory_stats()
@@ -70,7 +72,7 @@ def watch_peak_bytes() -> Callable[[], int | None]:
 
 
 def describe_devices() -> dict[str, str]:
-    """Return facts about the devices of this process for a report."""
+    """Return a dict with the kind of the devices of this process for a report."""
     device = _get_device()
     return {"kind": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}
 

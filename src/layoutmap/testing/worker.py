@@ -25,9 +25,9 @@ from layoutmap.scope.devices import simulate_devices
 from layoutmap.scope.process_group import MeshProcesses
 from layoutmap.testing import models
 from layoutmap.testing.arrays import try_array_laws
-from layoutmap.testing.faults import try_known_fault
-from layoutmap.testing.killed_saves import try_killed_save
-from layoutmap.testing.laws import PRECISIONS, Outcome, find_missing_package, ignore_warnings, try_case
+from layoutmap.testing.faults import try_known_fault_law
+from layoutmap.testing.killed_saves import try_killed_save_law
+from layoutmap.testing.laws import PRECISIONS, Outcome, find_missing_package, ignore_warnings, try_laws
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
 from layoutmap.testing.products import describe_tf32
@@ -37,14 +37,14 @@ from layoutmap.testing.subjects import WITHOUT_MODELS, get_subject
 _TRIES = {
     "speeds": measure_speeds,
     "arrays": try_array_laws,
-    "saves": try_killed_save,
-    "faults": try_known_fault,
+    "saves": try_killed_save_law,
+    "faults": try_known_fault_law,
 }
 DRAWN_OPTIMIZER = 4
 """One case in this many uses a random optimizer. The others use SGD, which detects gradients of a wrong scale."""
 
 
-def draw_case(subject: str, seed: int, devices: Devices = EIGHT) -> Case:
+def draw_subject_case(subject: str, seed: int, devices: Devices = EIGHT) -> Case:
     """Return the case that a subject tries for a seed.
 
     For a padded subject, it is the first case of 1,000 seeds whose plan pads a variable.
@@ -58,24 +58,24 @@ def draw_case(subject: str, seed: int, devices: Devices = EIGHT) -> Case:
     return case.to_sgd() if seed % DRAWN_OPTIMIZER else case
 
 
-def try_seed(
+def try_laws_for_seed(
     subject: str, seed: int, laws: Collection[str] = (), devices: Devices = EIGHT
 ) -> Iterator[tuple[Outcome, str]]:
-    """Yield the outcome of each law for the case of a seed, with the case's program if the law does not hold."""
+    """Try the laws on the case of a seed. Yield each outcome, and the case's program if the law failed, or ""."""
     if subject in WITHOUT_MODELS:
         yield from _TRIES[subject.partition("-")[0]](get_subject(subject).engine, seed, devices)
         return
     try:
         with ignore_warnings():
-            case = draw_case(subject, seed, devices)
+            case = draw_subject_case(subject, seed, devices)
     except Exception as error:
         missing = find_missing_package(error)
         why = f"{missing} is not installed" if missing else traceback.format_exc(limit=-4)
         yield Outcome("a case is drawn", "not tried" if missing else "failed", why, 0.0, missing=missing), ""
         return
-    for outcome in try_case(case, laws):
+    for outcome in try_laws(case, laws):
         tried_case = case.to_precision(PRECISIONS[outcome.law]) if outcome.law in PRECISIONS else case
-        yield outcome, str(tried_case) if outcome.is_suspicious else ""
+        yield outcome, str(tried_case) if outcome.is_failure else ""
 
 
 def main(arguments: list[str]) -> int:
@@ -106,12 +106,12 @@ def main(arguments: list[str]) -> int:
     facts |= describe_tf32(engine, all_devices, simulated=int(num_simulated) > 0)
     output.write(f"{json.dumps({'devices': names, 'facts': facts})}\n")
     # Only the first process has an input, so it reads each line for all processes.
-    while line := group.run_in_first(lambda: [sys.stdin.readline()])[0]:
+    while line := group.run_in_first_process(lambda: [sys.stdin.readline()])[0]:
         subject, seed = line.split()
         failures: list[dict[str, Any]] = []
-        for outcome, program in try_seed(subject, int(seed), laws, devices):
+        for outcome, program in try_laws_for_seed(subject, int(seed), laws, devices):
             result = {"subject": subject, "seed": int(seed), "outcome": asdict(outcome), "program": program}
-            failures += [result] * outcome.is_suspicious
+            failures += [result] * outcome.is_failure
             output.write(f"{json.dumps(result)}\n")
         for number, text in enumerate(group.gather_text(json.dumps(failures))):
             if number != group.process_index:

@@ -12,7 +12,7 @@ from layoutmap.cost.search.finalists import (
 from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome
 from layoutmap.cost.search.result_table import compare_with_best_built_in_map, make_result_rows
 from layoutmap.cost.table import StepCost
-from layoutmap.cost.verified import TooLargeError, Verified
+from layoutmap.cost.verified import StepTooLargeError, Verified
 from layoutmap.rules.rule_set import RuleSet
 
 GIB = 2**30
@@ -45,7 +45,7 @@ def compiler(*found):
 def test_the_next_best_map_is_taken_where_xla_needs_more():
     """Those before it lack what XLA says in the table, and it is held against those that fit."""
     found, made = choose_first_map_that_fits(
-        outcome(10, 11, 12), compiler(18, TooLargeError("too large", peak_bytes=20 * GIB), 14), LIMIT
+        outcome(10, 11, 12), compiler(18, StepTooLargeError("too large", peak_bytes=20 * GIB), 14), LIMIT
     )
     assert (14 * GIB, "map 3") == (made.peak_bytes, found.best.name)
     said = ["lacks 2.0 GiB as XLA compiles it", "lacks 4.0 GiB as XLA compiles it", "the result"]

@@ -8,7 +8,7 @@ import pytest
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.cost.search.built_in_maps import iterate_built_in_maps, make_built_in_map
-from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_candidate, search_maps
+from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_best_candidate, search_maps
 from layoutmap.cost.search.options import get_specs, list_search_meshes
 from layoutmap.cost.search.result_table import compare_with_best_built_in_map, explain_recomputation
 from layoutmap.cost.search.search_cache import SearchCache
@@ -44,10 +44,10 @@ def run(of, evaluate=None, *, limit=LIMIT, max_maps=150, seed=0, meshes=MESHES, 
 def test_agrees_with_an_exhaustive_search(sizes):
     """On one mesh, no map of all that there are costs less than the one that is found, by half a per mille."""
     of = model()
-    (grid,) = (g for g in MESHES if (g.data_size, g.model_size) == sizes)
+    (grid,) = (g for g in MESHES if (g.data_dim_size, g.model_dim_size) == sizes)
     found = run(of, meshes=(grid,), max_maps=2000).best
     space, evaluate = LayoutSpace(of, grid), costs(of)
-    some = itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 97)
+    some = itertools.islice(itertools.product(*map(range, space.num_choices)), 0, None, 97)
     assert [] == [p for p in some if evaluate(space.make_layout_map(p)).seconds < 0.9994 * found.cost.seconds]
 
 
@@ -105,7 +105,7 @@ def test_the_written_rules_give_the_layouts_that_were_chosen():
     for grid in MESHES:
         for tied in (True, False):
             space = LayoutSpace(of, grid, tie_similar=tied)
-            for point in itertools.islice(itertools.product(*map(range, space.sizes)), 0, None, 2003):
+            for point in itertools.islice(itertools.product(*map(range, space.num_choices)), 0, None, 2003):
                 layouts, _ = space.get_layouts(point)
                 table = make_plan_table(
                     of.variables, space.make_layout_map(point), layers=[f"blocks.{n}" for n in range(2)]
@@ -154,10 +154,10 @@ def test_ties_go_to_less_memory_and_then_to_fewer_rules():
     small, plain = tried("small", 1.009, 700, 9), tried("plain", 1.009, 705, 2)
     fast, slow = tried("fast", 1.0, 900, 1), tried("slow", 1.02, 100, 0)
     large = tried("large", 0.5, 2001, 0)  # does not fit
-    assert plain is choose_candidate([fast, small, plain, slow, large])
-    assert (small, fast) == (choose_candidate([fast, small]), choose_candidate([fast, slow]))
-    assert slow is choose_candidate([slow, large])
-    assert large is choose_candidate([large])
+    assert plain is choose_best_candidate([fast, small, plain, slow, large])
+    assert (small, fast) == (choose_best_candidate([fast, small]), choose_best_candidate([fast, slow]))
+    assert slow is choose_best_candidate([slow, large])
+    assert large is choose_best_candidate([large])
     assert "and this one takes 22 % less memory" in compare_with_best_built_in_map(
         SearchOutcome(plain, (fast, slow), frozenset("ab"), True)
     )
@@ -226,7 +226,7 @@ def test_a_search_begun_again_asks_for_nothing(tmp_path):
 
     def kept_run(fingerprint):
         file = SearchCache(tmp_path / "figures.json")
-        found = run(of, file.cache_evaluate(evaluate, fingerprint), max_maps=60).best.layout_map
+        found = run(of, file.wrap_with_cache(evaluate, fingerprint), max_maps=60).best.layout_map
         file.write_file()
         return found, len(asked)
 

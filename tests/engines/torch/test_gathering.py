@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate
 import layoutmap as lm
 from layoutmap.dtensor import relayout
 from layoutmap.engines import get_engine
-from layoutmap.engines.torch.gather.fsdp import GatheredTensors, can_gather
+from layoutmap.engines.torch.gather.fsdp import GatheredTensors, can_gather_by_concatenation
 from layoutmap.testing.engine_contract import list_all_specs
 
 MESH = lm.Mesh(None, "batch=2,model=4")
@@ -33,9 +33,9 @@ CUT_BY_BATCH = [
 
 def test_what_can_be_gathered_is_gathered():
     """Weights that a mesh dim shards, by itself or within what another shards, have their values and gradients."""
-    fitting = [specs for specs in CUT_BY_BATCH if can_gather(weights([specs])[0], 0)]
+    fitting = [specs for specs in CUT_BY_BATCH if can_gather_by_concatenation(weights([specs])[0], 0)]
     cut = weights(fitting)
-    together = GatheredTensors(cut, 0).gather_tensors()
+    together = GatheredTensors(cut, 0).make_gathered_tensors()
     factor = torch.arange(16.0).reshape(16, 1, 1)
     sum((tensor * relayout(factor, lm.Layout([None] * 3, MESH))).sum() for tensor in together).backward()
 
@@ -53,7 +53,7 @@ def test_what_can_be_gathered_is_gathered():
 def test_what_is_not_used_has_no_gradient():
     """As on one device, also beside what is used, and is gathered with it."""
     used, unused = weights([("batch", None, None), ("batch", "model", None)])
-    GatheredTensors([used, unused], 0).gather_tensors()[0].sum().backward()
+    GatheredTensors([used, unused], 0).make_gathered_tensors()[0].sum().backward()
 
     assert (whole(used.grad) == 1).all()
     assert unused.grad is None
@@ -63,7 +63,7 @@ def test_what_is_not_used_has_no_gradient():
 def test_a_gradient_is_summed_up_once(placement, times):
     """A gradient whose parts wait to be summed up is their sum, and one that every device has whole is itself."""
     (weight,) = weights([("batch", "model", None)])
-    (together,) = GatheredTensors([weight], 0).gather_tensors()
+    (together,) = GatheredTensors([weight], 0).make_gathered_tensors()
     ones = relayout(torch.ones(16, 8, 8), lm.Layout([None, "model", None], MESH))
     upstream = type(ones).from_local(ones.to_local(), ones.device_mesh, [placement, ones.placements[1]])
     together.backward(upstream)
@@ -74,4 +74,4 @@ def test_a_gradient_is_summed_up_once(placement, times):
 def test_what_another_dim_shards_too_is_left():
     """An axis that two dims shard is not gathered over the first dim alone where the second shards more finely."""
     for specs in itertools.permutations((("batch", "model"), None, None)):
-        assert not can_gather(weights([specs])[0], 0)
+        assert not can_gather_by_concatenation(weights([specs])[0], 0)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from layoutmap.engines.torch.deferred_init import elementwise, jump
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.spans import ElementSpan
-from layoutmap.engines.torch.deferred_init.streams import RandomFill, StreamReader
+from layoutmap.engines.torch.deferred_init.streams import RandomFill, RandomFillReader
 from layoutmap.engines.torch.deferred_init.tape import Tape
 
 pytestmark = pytest.mark.every_case
@@ -182,7 +182,7 @@ def test_what_is_read_later_is_read_in_blocks(data: Any, piece: int, axis: int):
     plain = torch.cat([torch.stack([each.half() for each in files])] * 2, axis)
     tape = Tape(1, piece)
     with tape.record_operations():
-        read = [tape.defer_read(lambda each=each: each).half() for each in files]
+        read = [tape.defer_file_read(lambda each=each: each).half() for each in files]
         tensor = torch.cat([torch.stack(read)] * 2, axis)
     indices = [index_of(plain.shape, data.draw) for _ in range(2)]
     with patch.object(elementwise, "_MIN_PERIOD", 1):
@@ -199,7 +199,7 @@ def test_of_a_mapped_file_only_what_a_block_has_is_read(tmp_path: Path):
     torch.arange(1 << 22, dtype=torch.float32).numpy().tofile(path)
     tape = Tape()
     with tape.record_operations():
-        tensor = tape.defer_read(lambda: torch.from_file(str(path), size=1 << 22).view(1024, 4096))
+        tensor = tape.defer_file_read(lambda: torch.from_file(str(path), size=1 << 22).view(1024, 4096))
         tensor = tensor.to(torch.bfloat16)
     before = resident(path)
     [block] = tape.make_recipe(tensor).compute_blocks([(slice(256, 384), slice(0, 4096))])
@@ -337,7 +337,7 @@ def test_a_jump_is_as_many_words_ahead(before: int, words: int):
 def test_a_stream_gives_the_numbers_of_one_draw(data: Any, draw: RandomFill, numel: int, piece: int):
     """Any runs, further on each time, are those of one draw of all."""
     generator = torch.Generator().manual_seed(8)
-    stream = StreamReader(draw, numel, generator.get_state(), piece)
+    stream = RandomFillReader(draw, numel, generator.get_state(), piece)
     whole = draw.draw_next_values(numel, generator)
     ends = sorted(data.draw(st.lists(st.integers(0, numel), min_size=2, max_size=6)))
     for start, stop in itertools.pairwise(ends):

@@ -14,7 +14,7 @@ import jax
 from layoutmap.adapters import random_states
 from layoutmap.adapters.jax import later_arrays
 from layoutmap.adapters.jax.checkpoints import has_optimizer_state, list_stored_arrays, restore_arrays
-from layoutmap.adapters.jax.contexts import find_context
+from layoutmap.adapters.jax.contexts import find_scope_context
 from layoutmap.adapters.jax.inspecting import describe_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
 from layoutmap.adapters.jax.session import JaxSession
@@ -29,7 +29,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import leave_ambient_mesh, make_one_device_mesh
-from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding
+from layoutmap.engines.jax.padded import PaddedArray, explain_why_padding_is_impossible
 
 __all__ = ["JaxAdapter", "TrainState", "make_adapter", "train_with"]
 
@@ -44,7 +44,7 @@ class JaxAdapter(Adapter):
         """Return `"jax"`."""
         return "jax"
 
-    def check_context(self) -> None:
+    def check_scope_can_open(self) -> None:
         """Do nothing, because a model can be traced in every process."""
 
     def owns_model(self, model: object) -> bool:
@@ -53,27 +53,27 @@ class JaxAdapter(Adapter):
             return True
         return any(map(is_array, jax.tree.leaves(model)))
 
-    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+    def explain_why_padding_is_impossible(self, variable: VariableSpec, layout: Layout) -> str:
         """Return why an array cannot be stored padded, or an empty text if it can."""
-        return variable.no_padding or explain_no_padding(variable, layout)
+        return variable.no_padding or explain_why_padding_is_impossible(variable, layout)
 
     def make_session(self, context: ScopeContext) -> JaxSession:
         """Return a session for one scope."""
         return JaxSession(context)
 
     def preserve_random_states(self) -> AbstractContextManager[None]:
-        """Restore the random states of Python and numpy at the end of the block. JAX stores its own in keys."""
-        return random_states.preserve_states()
+        """Restore the random states of Python and numpy at the end of the block. JAX programs pass keys instead."""
+        return random_states.preserve_python_and_numpy_states()
 
     def set_seed(self, seed: int) -> None:
-        """Seed Python and numpy. A JAX program gets its seeds from its keys."""
+        """Seed the random generators of Python and numpy. JAX programs pass keys instead."""
         random_states.seed_python_and_numpy(seed)
 
     def create_lazy_variables(self, model: object, batch: object) -> None:
         """Do nothing, because a JAX model has all arrays once it is built."""
 
-    def make_on_one_device(self, make_model: Callable[[], Any], mesh: Mesh) -> Any:
-        """Build a model unsharded, under a mesh of one device that has all mesh dims that the model's code may name."""
+    def build_model_on_one_device(self, make_model: Callable[[], Any], mesh: Mesh) -> Any:
+        """Build a model unsharded, on a mesh of one device with all dims of `mesh`, because the code may name them."""
         alone = make_one_device_mesh(get_engine("jax").make_native_layout(Layout.replicated(mesh, 0), 0).mesh)
         with jax.set_mesh(alone):
             model = make_model()
@@ -96,7 +96,7 @@ class JaxAdapter(Adapter):
         return model
 
     def variables(self, model: object) -> dict[str, Variable]:
-        """Return the arrays of a model and its optimizer's state by path, in a fixed order."""
+        """Return a dict from paths to the arrays of a model and its optimizer's state, in a fixed order."""
         leaves = unwrap_and_split(model).leaves
         values = [leaf.value for leaf in leaves]
         found: dict[str, Variable] = {}
@@ -112,18 +112,18 @@ class JaxAdapter(Adapter):
         return found
 
     def describe_variables(self, model: object, optimizer: object = None) -> list[StoredVariable]:
-        """Return the arrays of an existing model and of its optimizer's state, described as in a plan."""
+        """Return the arrays of an existing model and its optimizer's state, each described as a variable of a plan."""
         return describe_arrays(model, optimizer)
 
-    def find_context(self, model: object) -> ScopeContext | None:
+    def find_scope_context(self, model: object) -> ScopeContext | None:
         """Return the context of the scope that sharded a model, or None."""
-        return find_context(model)
+        return find_scope_context(model)
 
-    def describe_later_variables(
+    def describe_arrays_created_after_build(
         self, later: Mapping[str, Callable[[], object]], mesh: Mesh
     ) -> Sequence[VariableSpec]:
         """Describe arrays that functions create after the model, without computing anything."""
-        return later_arrays.describe_later_variables(later, mesh)
+        return later_arrays.describe_arrays_created_after_build(later, mesh)
 
     def read(self, variable: Variable) -> Any:
         """Return the global value of a variable, as a numpy array."""
@@ -134,20 +134,20 @@ class JaxAdapter(Adapter):
         variable.write(value)
 
     def forward(self, model: object, batch: object) -> object:
-        """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""
+        """Return a model's inference outputs for a batch, as numpy arrays that are nested like the outputs."""
         with leave_ambient_mesh():
-            return _convert_to_numpy(_require_train_state(model).steps.compute_outputs(batch))
+            return _convert_outputs_to_numpy(_require_train_state(model).steps.compute_outputs(batch))
 
     def gradients(self, model: object, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return the loss of a batch, and its gradient for each weight by path."""
+        """Return two dicts for a batch: one with its loss, and one from the path of each weight to its gradient."""
         with leave_ambient_mesh():
             loss, gradients = _require_train_state(model).steps.compute_gradients(batch)
-        return {"loss": float(loss)}, _convert_to_numpy(gradients)
+        return {"loss": float(loss)}, _convert_outputs_to_numpy(gradients)
 
     def train_step(self, model: object, batch: object) -> dict[str, float]:
-        """Run one step of the optimizer of `train_with`, and return the loss before it."""
+        """Run one step of the optimizer that was passed to `train_with`, and return the loss before the step."""
         with leave_ambient_mesh():
-            return {"loss": float(_require_train_state(model).steps.run_step(batch))}
+            return {"loss": float(_require_train_state(model).steps.run_optimizer_step(batch))}
 
     def list_stored_variables(
         self, model: object, optimizer: object = None, saved: SavedOptimizer | None = None
@@ -158,16 +158,21 @@ class JaxAdapter(Adapter):
     def restore_variables(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
-        """Return a model and its optimizer's state with new arrays."""
+        """Replace the arrays of a model and of its optimizer's state, and return both."""
         return restore_arrays(model, optimizer, arrays)
 
-    def read_settings(self, model: object, optimizer: object = None) -> dict[str, object]:
-        """Return the random states of Python and numpy, and whether there is a state of an optimizer."""
-        return {"random": random_states.read_states(), "optimizer": has_optimizer_state(model, optimizer)}
+    def read_state_outside_variables(self, model: object, optimizer: object = None) -> dict[str, object]:
+        """Return the random states of Python and numpy, and whether the optimizer has state."""
+        return {
+            "random": random_states.read_python_and_numpy_states(),
+            "optimizer": has_optimizer_state(model, optimizer),
+        }
 
-    def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:
-        """Restore the random states from the result of `read_settings`."""
-        random_states.restore_states(settings["random"])
+    def restore_state_outside_variables(
+        self, model: object, optimizer: object, settings: Mapping[str, Any]
+    ) -> None:
+        """Restore the random states from the result of `read_state_outside_variables`."""
+        random_states.restore_python_and_numpy_states(settings["random"])
 
 
 def _require_train_state(model: object) -> TrainState:
@@ -180,10 +185,10 @@ def _require_train_state(model: object) -> TrainState:
     )
 
 
-def _convert_to_numpy(output: object) -> Any:
+def _convert_outputs_to_numpy(output: object) -> Any:
     """Return outputs of a model as numpy arrays, in dicts and lists that are nested like the outputs."""
     if isinstance(output, Mapping):
-        return {str(name): _convert_to_numpy(value) for name, value in output.items()}
+        return {str(name): _convert_outputs_to_numpy(value) for name, value in output.items()}
     leaves = [get_engine("jax").to_numpy(leaf) for leaf in jax.tree.leaves(output)]
     return leaves[0] if isinstance(output, (jax.Array, PaddedArray)) else leaves
 

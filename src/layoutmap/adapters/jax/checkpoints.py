@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_arrays
+from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_or_hidden_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_optimizer, is_nnx_variable
 from layoutmap.adapters.jax.optimizers import describe_weights, get_parameter_tree
 from layoutmap.adapters.jax.pytrees import flatten_with_paths
-from layoutmap.adapters.jax.slots import PathParts, StateLeaf, describe_slots
+from layoutmap.adapters.jax.slots import OptimizerLeaf, PathParts, describe_slots
 from layoutmap.adapters.jax.tracing import is_array, is_random_key
-from layoutmap.adapters.jax.training import TrainState, replace_arrays, unwrap_and_split, unwrap_model
+from layoutmap.adapters.jax.training import TrainState, replace_arrays, unwrap_and_split, unwrap_train_state
 from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
@@ -26,7 +26,7 @@ from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.padded import (
     PaddedArray,
-    replace_by_logical_shapes,
+    replace_padded_arrays_by_shapes,
     unwrap_padded_array,
     wrap_padded_array,
 )
@@ -37,17 +37,17 @@ def list_stored_arrays(
     model: object, optimizer: object, saved: SavedOptimizer | None = None
 ) -> list[StoredVariable]:
     """List the arrays that a checkpoint of a model and its optimizer's state contains, each with its description."""
-    check_no_mutable_arrays(unwrap_model(model))
+    check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
     found: list[StoredVariable] = []
     for leaf in unwrap_and_split(model).leaves:
-        array = _get_key_data(leaf.value)
+        array = _get_random_key_numbers(leaf.value)
         shape, dtype, memory = tuple(array.shape), array.dtype.name, find_memory_kind(array)
         spec = VariableSpec(leaf.path, shape, dtype, leaf.kind, leaf.aliases, memory=memory)
         found.append(StoredVariable(spec, array))
     state = _get_optimizer_state(model, optimizer, allow_shapes=saved is not None and bool(saved.slots))
     slots = _list_slots(model, optimizer, state)
-    found += [StoredVariable(spec, _get_key_data(leaf)) for spec, leaf in slots]
-    return found + _list_step_counter(optimizer)
+    found += [StoredVariable(spec, _get_random_key_numbers(leaf)) for spec, leaf in slots]
+    return found + _list_nnx_step_counter(optimizer)
 
 
 def list_optimizer_arrays(
@@ -61,11 +61,11 @@ def list_optimizer_arrays(
         weights: The parameters, by the parts of their paths in the state; `None`: the parameters of the model.
     """
     state = _get_optimizer_state(model, optimizer, allow_shapes=False)
-    slots = _describe_state_arrays(model, optimizer, state, weights)
-    return [StoredVariable(spec, leaf) for spec, leaf in slots] + _list_step_counter(optimizer)
+    slots = _describe_optimizer_arrays(model, optimizer, state, weights)
+    return [StoredVariable(spec, leaf) for spec, leaf in slots] + _list_nnx_step_counter(optimizer)
 
 
-def _list_step_counter(optimizer: object) -> list[StoredVariable]:
+def _list_nnx_step_counter(optimizer: object) -> list[StoredVariable]:
     """Return the step counter of an nnx optimizer as a list of one array, or an empty list for other optimizers."""
     if not is_nnx_optimizer(optimizer):
         return []
@@ -81,18 +81,19 @@ def restore_arrays(
     The array of an nnx Variable is freed as soon as it is replaced. For a pytree, a new pytree is returned.
     """
     state = _get_optimizer_state(model, optimizer, allow_shapes=True)
-    tree = sys.modules["flax.nnx"].state(unwrap_model(model)) if is_nnx_module(unwrap_model(model)) else None
+    module = unwrap_train_state(model)
+    tree = sys.modules["flax.nnx"].state(module) if is_nnx_module(module) else None
     leaves = [(leaf.path, leaf.value) for leaf in unwrap_and_split(model).leaves]
     slots = [(spec.path, leaf) for spec, leaf in _list_slots(model, optimizer, state)]
     likes = {path: _make_array_converter(value) for path, value in leaves + slots}
     holders = dict(
         zip(
             (path for path, _ in leaves),
-            [] if tree is None else _list_array_owners(tree),
+            [] if tree is None else _find_variable_of_each_array(tree),
             strict=False,
         )
     )
-    holders |= zip((path for path, _ in slots), _list_array_owners(state), strict=True)
+    holders |= zip((path for path, _ in slots), _find_variable_of_each_array(state), strict=True)
     if is_nnx_optimizer(optimizer):
         likes["optimizer.step"] = _make_array_converter(optimizer.step.get_raw_value())
         holders["optimizer.step"] = optimizer.step
@@ -109,10 +110,10 @@ def restore_arrays(
     if any(path in new for path in paths[0]):
         values = [new.get(leaf.path, leaf.value) for leaf in unwrap_and_split(model).leaves]
         model = replace_arrays(model, values)
-    state = _replace_arrays(state, paths[1], new)
+    state = _replace_arrays_by_path(state, paths[1], new)
     if optimizer is not None:
         return model, optimizer if is_nnx_optimizer(optimizer) else state
-    if isinstance(model, TrainState) and not any(map(_is_shape_only, jax.tree.leaves(state))):
+    if isinstance(model, TrainState) and not any(map(_is_shape_without_values, jax.tree.leaves(state))):
         model.opt_state = state
     return model, None
 
@@ -130,27 +131,28 @@ def _get_optimizer_state(model: object, optimizer: object, *, allow_shapes: bool
         return optimizer
     if model.opt_state is not None or not allow_shapes or model.optimizer is None:
         return model.opt_state
-    return jax.eval_shape(model.optimizer.init, replace_by_logical_shapes(_get_parameters(model, None)))
+    return jax.eval_shape(model.optimizer.init, replace_padded_arrays_by_shapes(_get_parameters(model, None)))
 
 
 def _get_parameters(model: object, optimizer: object) -> Any:
     if isinstance(model, TrainState) and optimizer is None:
         return model.list_weights()
-    return get_parameter_tree(unwrap_model(model), optimizer.wrt if is_nnx_optimizer(optimizer) else None)
+    wrt = optimizer.wrt if is_nnx_optimizer(optimizer) else None
+    return get_parameter_tree(unwrap_train_state(model), wrt)
 
 
 def _list_slots(model: object, optimizer: object, state: object) -> list[tuple[VariableSpec, jax.Array]]:
-    """Return the arrays of an optimizer's state. Give shapes without values the layouts of their weights."""
-    found = _describe_state_arrays(model, optimizer, state)
+    """Return the arrays of an optimizer's state, described. Shapes without values get the layouts of their weights."""
+    found = _describe_optimizer_arrays(model, optimizer, state)
     weights = (
         _get_parameters(model, optimizer)
-        if any(_is_shape_only(_get_key_data(leaf)) for _, leaf in found)
+        if any(_is_shape_without_values(_get_random_key_numbers(leaf)) for _, leaf in found)
         else {}
     )
-    return [(spec, _copy_weight_layout(leaf, weights, spec)) for spec, leaf in found]
+    return [(spec, _shard_shape_like_weight(leaf, weights, spec)) for spec, leaf in found]
 
 
-def _describe_state_arrays(
+def _describe_optimizer_arrays(
     model: object, optimizer: object, state: object, params: Mapping[PathParts, VariableSpec] | None = None
 ) -> list[tuple[VariableSpec, Any]]:
     """Return the arrays of an optimizer's state in their order, each with its description."""
@@ -161,9 +163,9 @@ def _describe_state_arrays(
             why="an optax optimizer is a pair of functions, and its init function returns the state",
             fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params)",
         )
-    data = [_get_key_data(leaf) for _, leaf in leaves]
+    data = [_get_random_key_numbers(leaf) for _, leaf in leaves]
     described = [
-        StateLeaf(parts, tuple(array.shape), array.dtype.name)
+        OptimizerLeaf(parts, tuple(array.shape), array.dtype.name)
         for (parts, _), array in zip(leaves, data, strict=True)
     ]
     if params is None:
@@ -175,21 +177,21 @@ def _describe_state_arrays(
     ]
 
 
-def _copy_weight_layout(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
-    """Return a shape without values in the layout of a weight of equal shape, and any other leaf unchanged."""
-    weight = weights.get(spec.parent) if spec.parent is not None and _is_shape_only(leaf) else None
+def _shard_shape_like_weight(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
+    """Return a slot's shape without values in the layout of a weight of equal shape, and other leaves unchanged."""
+    weight = weights.get(spec.parent) if spec.parent is not None and _is_shape_without_values(leaf) else None
     if not isinstance(weight, (jax.Array, PaddedArray)) or weight.shape != leaf.shape:
         return leaf
     shape = unwrap_padded_array(weight).shape
     return wrap_padded_array(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=weight.sharding), leaf.shape)
 
 
-def _is_shape_only(leaf: object) -> bool:
+def _is_shape_without_values(leaf: object) -> bool:
     return isinstance(unwrap_padded_array(leaf), jax.ShapeDtypeStruct)
 
 
-def _list_array_owners(tree: object) -> list[Any]:
-    """Return, for each array of a pytree, the nnx Variable that contains this array alone, or None."""
+def _find_variable_of_each_array(tree: object) -> list[Any]:
+    """Return, for each array of a pytree, the nnx Variable that contains only this array, or None if there is none."""
     found: list[Any] = []
     for node in jax.tree.leaves(tree, is_leaf=is_nnx_variable):
         if is_nnx_variable(node):
@@ -200,24 +202,24 @@ def _list_array_owners(tree: object) -> list[Any]:
     return found
 
 
-def _replace_arrays(state: object, paths: Iterable[str], new: dict[str, object]) -> object:
-    """Return a pytree with new arrays, given by path. nnx Variables in it change in place."""
+def _replace_arrays_by_path(state: object, paths: Iterable[str], new_arrays: dict[str, object]) -> object:
+    """Return a pytree with the arrays of `new_arrays`, a dict from paths. Its nnx Variables change in place."""
     rest = iter(paths)
 
     def replace_leaf(leaf: object) -> object:
         if is_nnx_variable(leaf):
             leaf.set_raw_value(jax.tree.map(replace_leaf, leaf.get_raw_value()))
             return leaf
-        return new.get(next(rest), leaf) if is_array(leaf) else leaf
+        return new_arrays.get(next(rest), leaf) if is_array(leaf) else leaf
 
     return jax.tree.map(replace_leaf, state, is_leaf=is_nnx_variable)
 
 
-def _get_key_data(array: Any) -> Any:
-    """Return the numbers of random keys, or their shape if they are deleted. Return other arrays unchanged."""
+def _get_random_key_numbers(array: Any) -> Any:
+    """Return the integers of random keys, or their shape if the keys are deleted. Return other arrays unchanged."""
     if not is_random_key(array):
         return array
-    if not _is_shape_only(array) and not array.is_deleted():
+    if not _is_shape_without_values(array) and not array.is_deleted():
         return jax.random.key_data(array)
     shape = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(array.shape, array.dtype))
     sharding = array.sharding

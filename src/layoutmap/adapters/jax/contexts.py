@@ -17,7 +17,7 @@ def record_context(model: object, context: ScopeContext) -> None:
         _contexts[key] = weakref.ref(model, lambda _: _contexts.pop(key, None)), context
 
 
-def find_context(model: object) -> ScopeContext | None:
+def find_scope_context(model: object) -> ScopeContext | None:
     """Return the context of the scope that sharded a model, or None."""
     ref, context = _contexts.get(id(model), (None, None))
     return context if ref is not None and ref() is model else None

@@ -15,7 +15,7 @@ import jax.core
 from flax import nnx
 
 from layoutmap.adapters.jax.hidden_arrays import has_hidden_tracer
-from layoutmap.adapters.jax.module_outputs import OutputTracingHandler
+from layoutmap.adapters.jax.module_outputs import CallTracingHandler
 from layoutmap.adapters.jax.nnx_types import is_nnx_value
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.adapters.jax.tracing import is_array
@@ -28,7 +28,7 @@ Nodes = Iterable[tuple[tuple[object, ...], object]]
 
 
 @dataclass(frozen=True, slots=True)
-class AttributeArrays:
+class ArrayAttribute:
     """Describe an attribute of an nnx module that contains arrays outside of Variables.
 
     Args:
@@ -42,7 +42,7 @@ class AttributeArrays:
     path: Keys
 
     def assign_arrays(self, arrays: Mapping[Keys, object]) -> None:
-        """Replace those arrays of the attribute that have a path in `arrays`."""
+        """Replace arrays of the attribute by those in `arrays`, a dict from path parts. Other arrays stay."""
         owner = self.owner()
 
         def replace_leaf(keys: Sequence[object], value: object) -> object:
@@ -53,10 +53,10 @@ class AttributeArrays:
         setattr(owner, self.name, nnx.data(new))
 
 
-def find_array_attributes(model: object) -> list[AttributeArrays]:
+def find_array_attributes(model: object) -> list[ArrayAttribute]:
     """Return the attributes of a model's modules that contain arrays outside of Variables."""
     return [
-        AttributeArrays(weakref.ref(node), name, (*map(format_key, path), name))
+        ArrayAttribute(weakref.ref(node), name, (*map(format_key, path), name))
         for path, node in [*nnx.iter_graph(model)]
         if isinstance(node, nnx.Pytree)
         for name, value in vars(node).items()
@@ -64,7 +64,7 @@ def find_array_attributes(model: object) -> list[AttributeArrays]:
     ]
 
 
-def mark_arrays_as_data(nodes: Nodes) -> None:
+def mark_traced_attributes_as_data(nodes: Nodes) -> None:
     """Mark module attributes that are traced arrays as data, as flax itself does for arrays with values.
 
     Flax 0.12.8 treats traced arrays as static values, also in `nnx.eval_shape` and `nnx.jit`, and so loses them.
@@ -95,8 +95,8 @@ def check_state_has_all_arrays(nodes: Nodes, state: object) -> None:
                 why="flax.nnx finds arrays in lists, tuples, and dicts only if these are marked as data",
                 fix="mark the value where the attribute is assigned: nnx.data(..)",
             )
-        # layoutmap's own `OutputTracingHandler` is not part of the model, so skip it.
-        if isinstance(node, OutputTracingHandler):
+        # layoutmap's own `CallTracingHandler` is not part of the model, so skip it.
+        if isinstance(node, CallTracingHandler):
             continue
         if id(node) not in checked and has_hidden_tracer(node):
             raise ScopeError(

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from layoutmap.adapters.jax.checkpoints import list_optimizer_arrays
-from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_arrays
+from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_or_hidden_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_optimizer
 from layoutmap.adapters.jax.optimizers import describe_weights
 from layoutmap.adapters.jax.pytrees import flatten_with_paths, format_key
-from layoutmap.adapters.jax.slots import PathParts, StateLeaf, describe_slots
-from layoutmap.adapters.jax.training import TrainState, unwrap_and_split, unwrap_model
+from layoutmap.adapters.jax.slots import OptimizerLeaf, PathParts, describe_slots
+from layoutmap.adapters.jax.training import TrainState, unwrap_and_split, unwrap_train_state
 from layoutmap.adapters.protocol import StoredVariable
 from layoutmap.core.variables import Kind, VariableSpec
 
@@ -23,7 +23,7 @@ _STATE = "opt_state"
 
 def describe_arrays(model: Any, optimizer: object = None) -> list[StoredVariable]:
     """Return a model's arrays as variables of a plan, followed by the arrays of its optimizer's state as slots."""
-    check_no_mutable_arrays(unwrap_model(model))
+    check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
     parts = unwrap_and_split(model)
     specs = parts.specs
     order = parts.order or range(len(specs))
@@ -36,13 +36,13 @@ def describe_arrays(model: Any, optimizer: object = None) -> list[StoredVariable
         found = [each for each in found if not each.variable.path.startswith(f"{_STATE}.")]
         return found + list_optimizer_arrays(model, model.opt_state, weights)
     if optimizer is None and not isinstance(model, TrainState) and not is_nnx_module(model):
-        return _separate_optax_states(model, found)
+        return _list_optax_states_as_slots(model, found)
     return found + list_optimizer_arrays(model, optimizer)
 
 
-def _separate_optax_states(tree: object, found: Sequence[StoredVariable]) -> list[StoredVariable]:
-    """Return the arrays of a pytree, with those in states of optax as slots after all others."""
-    by_path = {each.variable.path: each for each in found}
+def _list_optax_states_as_slots(tree: object, arrays: Sequence[StoredVariable]) -> list[StoredVariable]:
+    """Return the arrays of a pytree. Those in states of optax come last, described as slots of their weights."""
+    by_path = {each.variable.path: each for each in arrays}
     leaves = {".".join(parts): parts for parts, _ in flatten_with_paths(tree)}
     inside = [
         ".".join((*map(format_key, top), *parts))
@@ -51,15 +51,15 @@ def _separate_optax_states(tree: object, found: Sequence[StoredVariable]) -> lis
         for parts, _ in flatten_with_paths(node)
     ]
     slots = [by_path.pop(path) for path in inside if path in by_path]
-    # The state contains the path of a weight in its own tree, which is the end of the path in this tree.
+    # A slot's path contains only the end of its weight's path, without the keys that lead to the tree of weights.
     ends: dict[PathParts, VariableSpec | None] = {}
     for path, each in by_path.items():
         parts = leaves[path]
         for start in range(len(parts) if each.variable.kind is Kind.WEIGHT else 0):
-            if not parts[start].isdecimal():  # a position also counts the states of a chain
+            if not parts[start].isdecimal():  # the states of a chain have positions, too, so skip them
                 ends[parts[start:]] = None if parts[start:] in ends else each.variable
     weights = {parts: spec for parts, spec in ends.items() if spec is not None}
-    described = [StateLeaf(leaves[v.path], v.shape, v.dtype) for v in (slot.variable for slot in slots)]
+    described = [OptimizerLeaf(leaves[v.path], v.shape, v.dtype) for v in (slot.variable for slot in slots)]
     specs = describe_slots(weights, described)
     return [
         *by_path.values(),
@@ -71,7 +71,7 @@ def _separate_optax_states(tree: object, found: Sequence[StoredVariable]) -> lis
 
 
 def _is_optax_state(node: object) -> bool:
-    """Return whether a node of a pytree is a state of optax. `LookaheadParams` contains parameters."""
+    """Return whether a node of a pytree is a state of optax. `LookaheadParams` is not: it contains parameters."""
     kind = type(node)
     return kind.__module__.partition(".")[0] == "optax" and kind.__name__ != "LookaheadParams"
 

@@ -62,52 +62,55 @@ def microbatches(batch: T, num: int) -> T:
     return jax.tree_util.tree_map_with_path(split_array, batch)
 
 
-def find_consecutive_splits(jaxpr: Jaxpr, batch_positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield, for each batch that a scan splits into consecutive rows, its position and the number of parts.
+def find_microbatches_of_consecutive_rows(
+    jaxpr: Jaxpr, batch_positions: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield, for each batch that a scan splits into consecutive rows, its position and the number of microbatches.
 
     Args:
         jaxpr: The program of a step.
         batch_positions: Positions of the program's arguments whose first axis is sharded.
     """
-    yield from _iterate_splits(jaxpr, {jaxpr.invars[number]: number for number in batch_positions}, {})
+    whole = {jaxpr.invars[number]: number for number in batch_positions}
+    yield from _iterate_scanned_microbatches(jaxpr, whole, {})
 
 
-def _iterate_splits(
-    jaxpr: Jaxpr, rows: dict[Var, int], splits: dict[Var, tuple[int, int]]
+def _iterate_scanned_microbatches(
+    jaxpr: Jaxpr, whole: dict[Var, int], split: dict[Var, tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the same as `find_consecutive_splits`, given the variables of whole (`rows`) and split batches."""
+    """Yield the pairs of `find_microbatches_of_consecutive_rows`, given variables of whole and of split batches."""
     for eqn in jaxpr.eqns:
         name, inputs = eqn.primitive.name, [var for var in eqn.invars if not isinstance(var, Literal)]
-        if name in _KEEPS_ROWS and inputs and inputs[0] in rows:
-            rows[eqn.outvars[0]] = rows[inputs[0]]
-        elif name == "reshape" and inputs and inputs[0] in rows and eqn.params["sharding"] is None:
+        if name in _KEEPS_ROWS and inputs and inputs[0] in whole:
+            whole[eqn.outvars[0]] = whole[inputs[0]]
+        elif name == "reshape" and inputs and inputs[0] in whole and eqn.params["sharding"] is None:
             source: Any = inputs[0]
             before, after = source.aval.shape, eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
             if len(after) > 1 and 1 < after[0] < before[0] == after[0] * after[1]:
-                splits[eqn.outvars[0]] = rows[inputs[0]], after[0]
+                split[eqn.outvars[0]] = whole[inputs[0]], after[0]
         elif name == "scan":
             for inner in iterate_inner_jaxprs(eqn.params.values()):
                 for mine, var in zip(inner.invars, eqn.invars, strict=True):
                     # JAX 0.11 does not tell which inputs a scan iterates over. Find them by their lower rank inside it.
-                    if not isinstance(var, Literal) and var in splits and _get_rank(mine) < _get_rank(var):
-                        yield splits[var]
+                    if not isinstance(var, Literal) and var in split and _get_rank(mine) < _get_rank(var):
+                        yield split[var]
         elif name in CALLS:
             for inner in iterate_inner_jaxprs(eqn.params.values()):
                 pairs = [
                     p for p in zip(inner.invars, eqn.invars, strict=False) if not isinstance(p[1], Literal)
                 ]
-                inner_rows = {mine: rows[outer] for mine, outer in pairs if outer in rows}
-                inner_splits = {mine: splits[outer] for mine, outer in pairs if outer in splits}
-                yield from _iterate_splits(inner, inner_rows, inner_splits)
-                rows |= _map_to_outer_variables(inner, eqn.outvars, inner_rows)
-                splits |= _map_to_outer_variables(inner, eqn.outvars, inner_splits)
+                inner_rows = {mine: whole[outer] for mine, outer in pairs if outer in whole}
+                inner_splits = {mine: split[outer] for mine, outer in pairs if outer in split}
+                yield from _iterate_scanned_microbatches(inner, inner_rows, inner_splits)
+                whole |= _map_to_outer_variables(inner, eqn.outvars, inner_rows)
+                split |= _map_to_outer_variables(inner, eqn.outvars, inner_splits)
 
 
 def _get_rank(var: Any) -> int:
     return len(var.aval.shape)
 
 
-def _map_to_outer_variables(inner: Jaxpr, outer_results: Sequence[Var], known: dict[Var, T]) -> dict[Var, T]:
-    """Return the entries of `known` for an inner program's results, with the outer program's variables as keys."""
+def _map_to_outer_variables(inner: Jaxpr, outer_results: Sequence[Var], values: dict[Var, T]) -> dict[Var, T]:
+    """Return the values of an inner program's results in a dict from the outer program's variables."""
     pairs = zip(inner.outvars, outer_results, strict=False)
-    return {outer: known[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in known}
+    return {outer: values[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in values}

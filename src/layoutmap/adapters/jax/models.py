@@ -8,12 +8,12 @@ from typing import Any
 
 from layoutmap.adapters.jax import pytrees
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
-from layoutmap.adapters.jax.pytrees import ModelParts
+from layoutmap.adapters.jax.pytrees import SplitModel
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.engines.tested import import_framework_module, warn_if_untested
+from layoutmap.engines.tested import import_module_needing_framework, warn_if_untested
 
 
-def split_model(model: object) -> ModelParts:
+def split_model(model: object) -> SplitModel:
     """Split a module or pytree into its arrays and a function that rebuilds it.
 
     Raises:
@@ -21,7 +21,7 @@ def split_model(model: object) -> ModelParts:
     """
     if is_nnx_module(model):
         # flax may not be installed, so import it only if the model is a module of flax.
-        nnx = import_framework_module("flax", "layoutmap.adapters.jax.nnx")
+        nnx = import_module_needing_framework("flax", "layoutmap.adapters.jax.nnx")
         warn_if_untested("flax")
         return nnx.split_module(model)
     return pytrees.split_pytree(model)
@@ -45,7 +45,7 @@ def constrain_outputs(model: object, policy: LayoutPolicy) -> None:
         nnx.constrain_outputs(model, policy)
 
 
-def build_without_annotations(make: Callable[[], object], get_model: Callable[[object], Any]) -> Any:
+def build_without_sharding_annotations(make: Callable[[], object], get_model: Callable[[object], Any]) -> Any:
     """Call a function that builds a model, with the sharding annotations in the model's code disabled.
 
     Args:
@@ -56,7 +56,7 @@ def build_without_annotations(make: Callable[[], object], get_model: Callable[[o
         return make()
     from layoutmap.adapters.jax import nnx
 
-    with nnx.disable_annotations():
+    with nnx.disable_sharding_annotations():
         made = make()
     if is_nnx_module(model := get_model(made)):
         nnx.restore_eager_sharding(model)

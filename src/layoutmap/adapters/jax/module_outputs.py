@@ -30,7 +30,7 @@ _ORIGINAL_CLASS = "_layoutmap_plain"
 
 @dataclass(frozen=True)
 class OutputLayoutHandler:
-    """Constrain the output of a module to a layout.
+    """Handle the calls of a module: constrain its output to a layout.
 
     Args:
         layout: The layout of the rule.
@@ -46,9 +46,9 @@ class OutputLayoutHandler:
         self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         """Call a module, and return its output in the layout of the rule."""
-        return self._constrain_arrays(call(*args, **kwargs))
+        return self._constrain_output_arrays(call(*args, **kwargs))
 
-    def _constrain_arrays(self, result: object) -> object:
+    def _constrain_output_arrays(self, result: object) -> object:
         policy, relayout = LayoutPolicy(self.layout.mesh, self.batch_dim), get_engine("jax").relayout
         leaves, tree_def = jax.tree.flatten(result)
         positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
@@ -62,7 +62,7 @@ class OutputLayoutHandler:
 
 @dataclass(frozen=True)
 class ModelMeshHandler:
-    """Run a model on the mesh of its arrays although `jax.set_mesh` has set a different mesh.
+    """Handle the calls of a model: run it on the mesh of its arrays although `jax.set_mesh` has set a different mesh.
 
     Args:
         mesh: The mesh that the model's arrays are on.
@@ -83,8 +83,8 @@ class ModelMeshHandler:
 
 
 @dataclass(frozen=True)
-class OutputTracingHandler:
-    """Report each call of a module to a tracer.
+class CallTracingHandler:
+    """Handle the calls of a module: report each call to a tracer.
 
     Args:
         tracer: The tracer.
@@ -98,11 +98,11 @@ class OutputTracingHandler:
         self, call: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         """Call a module through the tracer, which may replace its output."""
-        function = _make_recomputing_call(call) if self.tracer.should_recompute(self.path) else call
+        function = _wrap_with_recomputation(call) if self.tracer.should_recompute(self.path) else call
         return self.tracer.call_layer(self.path, function, args, kwargs)
 
 
-def _make_recomputing_call(call: Any) -> Callable[..., object]:
+def _wrap_with_recomputation(call: Any) -> Callable[..., object]:
     """Return a function that calls a module, and recomputes its activations in the backward pass."""
 
     def call_with_recomputation(*args: object, **kwargs: object) -> object:
@@ -124,19 +124,19 @@ _SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 
 
 # Python looks up `__call__` on the class, so give a module with a handler a subclass of its class (decisions/0073).
-def set_output_handler(
-    module: nnx.Module, output: OutputLayoutHandler | ModelMeshHandler | OutputTracingHandler
+def set_call_handler(
+    module: nnx.Module, handler: OutputLayoutHandler | ModelMeshHandler | CallTracingHandler
 ) -> None:
-    """Make calls of a module constrain their output, run on the model's mesh, or report to a tracer."""
-    remove_output_handler(module)
+    """Let a handler make the calls of a module. It constrains the output, enters a mesh, or reports to a tracer."""
+    remove_call_handler(module)
     is_pytree = not jax.tree_util.all_leaves([module])
     # Bypass `setattr` of flax, because it would register the attribute as a part of the model.
-    object.__setattr__(module, "__class__", _make_handling_subclass(type(module), is_pytree))
-    vars(module)[_ATTRIBUTE] = output
+    object.__setattr__(module, "__class__", _make_subclass_with_call_handler(type(module), is_pytree))
+    vars(module)[_ATTRIBUTE] = handler
 
 
-def remove_output_handler(module: nnx.Module) -> None:
-    """Undo `set_output_handler`. Do nothing for a module without a handler."""
+def remove_call_handler(module: nnx.Module) -> None:
+    """Undo `set_call_handler`. Do nothing for a module without a handler."""
     original = getattr(type(module), _ORIGINAL_CLASS, None)
     if original is not None:
         object.__setattr__(module, "__class__", original)
@@ -144,11 +144,11 @@ def remove_output_handler(module: nnx.Module) -> None:
 
 
 @functools.cache
-def _make_handling_subclass(original: Any, is_pytree: bool) -> type[nnx.Module]:
-    """Return a subclass of a module class that passes its calls to the output handler of the instance."""
+def _make_subclass_with_call_handler(original: Any, is_pytree: bool) -> type[nnx.Module]:
+    """Return a subclass of a module class that passes each call to the handler of the instance."""
 
     @functools.wraps(original.__call__)
-    def call_with_output_handler(self: object, *args: object, **kwargs: object) -> object:
+    def call_with_handler(self: object, *args: object, **kwargs: object) -> object:
         call = functools.partial(original.__call__, self)
         # Code such as `type(layer)(..)` creates further instances of this subclass. These have no handler, so call them
         # as usual.
@@ -160,14 +160,14 @@ def _make_handling_subclass(original: Any, is_pytree: bool) -> type[nnx.Module]:
         vars(made).update(vars(self))
         return made
 
-    def reduce_module(self: object, protocol: object) -> tuple[object, ...]:
-        """Pickle a module with its original class, because unpickled arrays are unsharded."""
+    def reduce_module_for_pickle(self: object, protocol: object) -> tuple[object, ...]:
+        """Let pickle restore a module with its original class, because unpickled arrays are unsharded."""
         module = copy_module(self)
-        remove_output_handler(module)
+        remove_call_handler(module)
         make, arguments, *rest = module.__reduce_ex__(protocol)
         return _restore_module, (make, arguments), *rest
 
-    body = {"__call__": call_with_output_handler, "__copy__": copy_module, "__reduce_ex__": reduce_module}
+    body = {"__call__": call_with_handler, "__copy__": copy_module, "__reduce_ex__": reduce_module_for_pickle}
     body[_ORIGINAL_CLASS] = original
     body |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(original)(original.__name__, (original,), body, pytree=is_pytree)

@@ -16,7 +16,7 @@ from layoutmap.core.errors import ScopeError
 
 
 # A mutable array cannot be moved to other devices after its creation, so raise an error with its path (decisions/0073).
-def check_no_mutable_arrays(model: object) -> None:
+def check_no_mutable_or_hidden_arrays(model: object) -> None:
     """Raise for a model with a mutable array, or with a traced array in an object that JAX does not traverse.
 
     Args:
@@ -26,7 +26,7 @@ def check_no_mutable_arrays(model: object) -> None:
         ScopeError: The model has such an array.
     """
     is_module = is_nnx_module(model)
-    for keys, leaf in _iterate_leaves(model, is_module):
+    for keys, leaf in _iterate_leaves_with_keys(model, is_module):
         if isinstance(leaf, jax.Ref) or (is_nnx_variable(leaf) and leaf.hijax):
             what = "a Variable of flax.nnx with hijax=True" if is_nnx_variable(leaf) else "a Ref of JAX"
             raise ScopeError(
@@ -49,7 +49,7 @@ def check_no_mutable_arrays(model: object) -> None:
             )
 
 
-def _iterate_leaves(model: object, is_module: bool) -> Iterator[tuple[Sequence[object], object]]:
+def _iterate_leaves_with_keys(model: object, is_module: bool) -> Iterator[tuple[Sequence[object], object]]:
     """Yield the leaves of a model and the arrays in its Variables, each with its keys."""
     if is_module:
         nnx = sys.modules["flax.nnx"]

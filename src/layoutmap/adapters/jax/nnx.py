@@ -12,16 +12,16 @@ from layoutmap.adapters.jax import pytrees
 from layoutmap.adapters.jax.held_arrays import (
     check_state_has_all_arrays,
     find_array_attributes,
-    mark_arrays_as_data,
+    mark_traced_attributes_as_data,
 )
 from layoutmap.adapters.jax.module_outputs import (
+    CallTracingHandler,
     ModelMeshHandler,
     OutputLayoutHandler,
-    OutputTracingHandler,
-    remove_output_handler,
-    set_output_handler,
+    remove_call_handler,
+    set_call_handler,
 )
-from layoutmap.adapters.jax.pytrees import ModelLeaf, ModelParts, infer_kind
+from layoutmap.adapters.jax.pytrees import ModelLeaf, SplitModel, infer_array_kind
 from layoutmap.adapters.jax.roles import find_axis_uses
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
@@ -34,17 +34,17 @@ _EAGER_SHARDING_OFF = 0
 """Value for `nnx.use_eager_sharding`: false, but distinguishable from the `False` that a program may set."""
 
 
-def split_module(model: nnx.Module) -> ModelParts:
+def split_module(model: nnx.Module) -> SplitModel:
     """Split a module into the arrays of its Variables and attributes, and a function that rebuilds it.
 
     Raises:
         ScopeError: A traced array is in an attribute in which flax does not look for arrays.
     """
     nodes = [*nnx.iter_graph(model)]
-    mark_arrays_as_data(nodes)
+    mark_traced_attributes_as_data(nodes)
     graph, state = nnx.split(model)
     check_state_has_all_arrays(nodes, state)
-    variables = {_format_keys(path): each for path, each in nnx.to_flat_state(state)}
+    variables = {_make_path_parts(path): each for path, each in nnx.to_flat_state(state)}
     # Flax takes longer to find shared objects than to split a module, so search only if the graph contains some.
     is_shared = any(isinstance(node, nnx.graph.NodeRef) for node in graph.nodes)
     shared = _SharedPaths(nnx.find_duplicates(model) if is_shared else ())
@@ -58,12 +58,12 @@ def split_module(model: nnx.Module) -> ModelParts:
         if not isinstance(variable, nnx.Variable):
             paths.append(keys)
             why = "it is in an attribute that is not a Variable, and flax allows only JAX arrays there"
-            return ModelLeaf(_format_path(keys), value, infer_kind(value), no_padding=why)
+            return ModelLeaf(_format_path(keys), value, infer_array_kind(value), no_padding=why)
         inner = keys[length + 1 :]  # drop the key "value" of the Variable
         path = (*keys[:length], *inner)
         paths.append(path)
         aliases = tuple(_format_path(other) for other in shared.find_other_paths(path))
-        kind, annotation = _infer_kind(variable), _read_annotation(variable)
+        kind, annotation = _infer_variable_kind(variable), _read_sharding_annotation(variable)
         return ModelLeaf(_format_path(path), value, kind, aliases, annotation, used.get(path))
 
     parts = pytrees.split_pytree(state, describe_leaf)
@@ -72,12 +72,12 @@ def split_module(model: nnx.Module) -> ModelParts:
         return nnx.merge(graph, parts.rebuild_model(arrays))
 
     layers = [path for same, _ in _iterate_callable_modules(modules, shared) for path in same]
-    keys = [*_find_attribute_positions(model, paths)]
-    return ModelParts(parts.leaves, rebuild_model, layers, sorted(range(len(keys)), key=keys.__getitem__))
+    keys = [*_iterate_attribute_positions(model, paths)]
+    return SplitModel(parts.leaves, rebuild_model, layers, sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def _find_attribute_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
-    """Yield, for each path, where each of its attributes is in the order of its module's attributes."""
+def _iterate_attribute_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
+    """Yield, for each path, the position of each part of the path among the members of the module that contains it."""
     known: dict[int, dict[str, tuple[int, object]]] = {}
     for keys in paths:
         positions: list[int] = []
@@ -85,14 +85,14 @@ def _find_attribute_positions(model: nnx.Module, paths: Iterable[Sequence[str]])
         for key in keys:
             members = known.get(id(node))
             if members is None:
-                numbered = enumerate(_iterate_members(node))
+                numbered = enumerate(_iterate_named_members(node))
                 members = known[id(node)] = {name: (number, value) for number, (name, value) in numbered}
             number, node = members.get(key, (0, None))
             positions.append(number)
         yield positions
 
 
-def _iterate_members(node: object) -> Iterator[tuple[str, object]]:
+def _iterate_named_members(node: object) -> Iterator[tuple[str, object]]:
     """Yield pairs of a name and a value: a module's attributes, or the items of a container, in order."""
     if isinstance(node, nnx.Pytree):
         yield from vars(node).items()
@@ -105,27 +105,27 @@ def replace_arrays(model: nnx.Module, values: Sequence[object]) -> None:
     """Assign new arrays to a module in place, in the order of its leaves."""
     new = nnx.to_flat_state(pytrees.split_pytree(nnx.state(model)).rebuild_model(values))
     nnx.update(model, nnx.from_flat_state([each for each in new if isinstance(each[1], nnx.Variable)]))
-    arrays = {_format_keys(path): value for path, value in new if not isinstance(value, nnx.Variable)}
+    arrays = {_make_path_parts(path): value for path, value in new if not isinstance(value, nnx.Variable)}
     for held in find_array_attributes(model) if arrays else ():
         held.assign_arrays(arrays)
 
 
-def _format_keys(keys: Sequence[object]) -> tuple[str, ...]:
+def _make_path_parts(keys: Sequence[object]) -> tuple[str, ...]:
     return tuple(map(pytrees.format_key, keys))
 
 
 def _format_path(keys: Sequence[object]) -> str:
-    return ".".join(_format_keys(keys))
+    return ".".join(_make_path_parts(keys))
 
 
-def _infer_kind(variable: nnx.Variable[object]) -> Kind:
+def _infer_variable_kind(variable: nnx.Variable[object]) -> Kind:
     if isinstance(variable, nnx.RngState):
         return Kind.RNG
     return Kind.WEIGHT if isinstance(variable, nnx.Param) else Kind.STATE
 
 
 # Only the layout map determines layouts, so the plan notes that flax's annotations have no effect (decisions/0073).
-def _read_annotation(variable: nnx.Variable[object]) -> str:
+def _read_sharding_annotation(variable: nnx.Variable[object]) -> str:
     """Return the sharding annotation of a Variable as text, or an empty string if it has none."""
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # unwrap jax.experimental.layout.Format
@@ -136,14 +136,14 @@ class _SharedPaths:
     """Store the paths of modules and Variables that occur more than once in a model."""
 
     def __init__(self, groups: Iterable[Iterable[Sequence[object]]]) -> None:
-        self._groups = [[_format_keys(path) for path in paths] for paths in groups]
+        self._groups = [[_make_path_parts(path) for path in paths] for paths in groups]
         self._numbers: dict[tuple[str, ...], dict[int, None]] = {}
         for number, paths in enumerate(self._groups):
             for path in paths:
                 self._numbers.setdefault(path, {})[number] = None
 
     def find_other_paths(self, path: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Yield all paths, except `path`, of a shared object or of an object inside a shared one."""
+        """Yield all paths of a shared object, or of an object inside a shared one, except `path`."""
         keys = tuple(path)
         starts = [keys[:length] for length in range(len(keys) + 1)] if self._numbers else ()
         for number in sorted({number for start in starts for number in self._numbers.get(start, ())}):
@@ -155,10 +155,10 @@ class _SharedPaths:
 def _iterate_callable_modules(
     modules: Iterable[tuple[Sequence[object], nnx.Module]], shared: _SharedPaths
 ) -> Iterator[tuple[list[str], nnx.Module]]:
-    """Yield each callable module in a model, except the model itself, with all of its paths."""
+    """Yield a pair for each callable module in a model except the model itself: all of its paths, and the module."""
     for path, module in modules:
         if path and callable(module):
-            keys = _format_keys(path)
+            keys = _make_path_parts(path)
             yield [_format_path(keys), *map(_format_path, shared.find_other_paths(keys))], module
 
 
@@ -172,36 +172,36 @@ def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
         rules = ((path, policy.find_activation_layout(path)) for path in paths)
         path, layout = next(((path, rule) for path, rule in rules if rule is not None), ("", None))
         if layout is None:
-            remove_output_handler(module)
+            remove_call_handler(module)
         else:
-            set_output_handler(module, OutputLayoutHandler(layout, policy.batch_dim, path))
-    remove_output_handler(model)
+            set_call_handler(module, OutputLayoutHandler(layout, policy.batch_dim, path))
+    remove_call_handler(model)
     native = get_engine("jax").make_native_layout(Layout.replicated(policy.mesh, 0), 0).mesh
     if differs_from_ambient_mesh(native):
         warn_of_different_axis_types(native)
-        set_output_handler(model, ModelMeshHandler(native.abstract_mesh))
+        set_call_handler(model, ModelMeshHandler(native.abstract_mesh))
 
 
 def list_layers(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """List each callable module in a model with the first of its paths."""
+    """List each callable module in a model, as a pair of its first path and the module."""
     return [(paths[0], module) for paths, module in _list_layers_with_paths(model)]
 
 
-def trace_outputs(model: nnx.Module, tracer: StepTracer) -> None:
+def report_calls_to_tracer(model: nnx.Module, tracer: StepTracer) -> None:
     """Make each module report its calls to a tracer."""
     for path, module in list_layers(model):
-        set_output_handler(module, OutputTracingHandler(tracer, path))
+        set_call_handler(module, CallTracingHandler(tracer, path))
 
 
 @contextmanager
-def disable_annotations() -> Generator[None]:
+def disable_sharding_annotations() -> Generator[None]:
     """Disable the sharding annotations of Variables that are created until the block ends."""
     with nnx.use_eager_sharding(_EAGER_SHARDING_OFF):
         yield
 
 
 def restore_eager_sharding(model: nnx.Module) -> None:
-    """Set `eager_sharding` of Variables that were created in `disable_annotations` back to nnx's current setting."""
+    """Give Variables from a block of `disable_sharding_annotations` nnx's current setting of `eager_sharding` again."""
     for _, node in [*nnx.iter_graph(model)]:
         if isinstance(node, nnx.Variable) and type(node.get_metadata("eager_sharding")) is int:
             node.set_metadata("eager_sharding", nnx.using_eager_sharding())

@@ -17,7 +17,7 @@ import jax
 
 from layoutmap.adapters.jax.nnx_types import is_nnx_variable
 from layoutmap.adapters.jax.outputs import InputLeaf
-from layoutmap.adapters.jax.private import find_value_slot
+from layoutmap.adapters.jax.private import find_value_descriptor
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.core.errors import ScopeError, join_names
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 # `nnx.split` takes milliseconds, so split objects once, and compare only identities in later calls (decisions/0186).
-class StepObjects:
-    """Read and write the arrays of the nnx objects of one call. An array that several objects share is found once.
+class NnxArguments:
+    """Read and write the arrays of the nnx objects that are arguments of one call. Shared arrays occur once.
 
     Args:
         nodes: The objects. They are not kept alive.
@@ -43,24 +43,24 @@ class StepObjects:
 
         from layoutmap.adapters.jax.held_arrays import find_array_attributes
 
-        self._nodes = [weakref.ref(node, self._clear_contents) for node in nodes]
+        self._nodes = [weakref.ref(node, self._drop_references) for node in nodes]
         graphdef, state = nnx.split(tuple(nodes))
         holders = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_nnx_variable)[0]
         self._holders = [holder for _, holder in holders]
         self._keys = [tuple(map(format_key, path)) for path, _ in holders]
         self._attributes = find_array_attributes(tuple(nodes))
-        self._slot = find_value_slot(self._holders)
-        self._values_tree = jax.tree.structure(self._read_values())
+        self._slot = find_value_descriptor(self._holders)
+        self._values_tree = jax.tree.structure(self._read_variable_values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         self._owners = [path[0].key for path in paths]
-        self.names = self._group_by_owner(map(_format_leaf_path, paths))
+        self.names = self._group_leaves_by_object(map(_format_leaf_path, paths))
         self.structure = graphdef, jax.tree.structure(state)
         self.structure_index = -1
         self._seen: list[tuple[Callable[[], object], list[object]]] = []
-        self._record_contents(nodes)
+        self._record_container_contents(nodes)
 
-    def is_unchanged(self, nodes: Sequence[object]) -> bool:
-        """Return whether these are the same objects, with changes only in the values of Variables."""
+    def has_same_nodes(self, nodes: Sequence[object]) -> bool:
+        """Return whether `nodes` are the recorded objects, and have changed only in the values of Variables."""
         return (
             len(nodes) == len(self._nodes)
             and all(node is ref() for node, ref in zip(nodes, self._nodes, strict=True))
@@ -73,21 +73,21 @@ class StepObjects:
 
     def read_arrays(self) -> list[list[Any]] | None:
         """Return the arrays of each object, or None if a Variable has a different number of arrays than before."""
-        leaves, tree = jax.tree.flatten(self._read_values())
-        return self._group_by_owner(leaves) if tree == self._values_tree else None
+        leaves, tree = jax.tree.flatten(self._read_variable_values())
+        return self._group_leaves_by_object(leaves) if tree == self._values_tree else None
 
-    def _group_by_owner(self, leaves: Iterable[object]) -> list[list[Any]]:
+    def _group_leaves_by_object(self, leaves: Iterable[object]) -> list[list[Any]]:
         grouped: list[list[Any]] = [[] for _ in self._nodes]
         for owner, leaf in zip(self._owners, leaves, strict=True):
             grouped[owner].append(leaf)
         return grouped
 
     def write_arrays(self, new_arrays: Mapping[int, object]) -> None:
-        """Assign arrays, given by leaf position, to the Variables and attributes that contain them."""
+        """Assign new arrays, in a dict from leaf positions, to the Variables and attributes that contain the leaves."""
         values: Iterable[tuple[int, object]] = new_arrays.items()
         # If a Variable has several arrays, assign its whole value instead of single arrays.
         if self._values_tree.num_leaves != len(self._holders):
-            leaves = jax.tree.leaves(self._read_values())
+            leaves = jax.tree.leaves(self._read_variable_values())
             for number, value in new_arrays.items():
                 leaves[number] = value
             values = enumerate(jax.tree.unflatten(self._values_tree, leaves))
@@ -112,15 +112,15 @@ class StepObjects:
             for each in self._attributes:
                 each.assign_arrays(attribute_arrays)
             self._seen = []
-            self._record_contents([node() for node in self._nodes])
+            self._record_container_contents([node() for node in self._nodes])
 
-    def _read_values(self) -> list[object]:
+    def _read_variable_values(self) -> list[object]:
         if self._slot is not None:
             return [*map(self._slot.__get__, self._holders)]
         return [holder.get_raw_value() if is_nnx_variable(holder) else holder for holder in self._holders]
 
-    def _record_contents(self, nodes: Sequence[object]) -> None:
-        """Record the values in each container, for `is_unchanged`. Refer to the objects themselves only weakly."""
+    def _record_container_contents(self, nodes: Sequence[object]) -> None:
+        """Record the values in each container, so that `has_same_nodes` can compare them with later ones."""
         todo, known = list(nodes), set[int]()
         while todo:
             container = todo.pop()
@@ -130,11 +130,11 @@ class StepObjects:
             known.add(id(container))
             if not isinstance(container, tuple):
                 is_node = any(container is node for node in nodes)
-                seen = weakref.ref(container) if is_node else _make_getter(container)
+                seen = weakref.ref(container) if is_node else _make_strong_reference(container)
                 self._seen.append((seen, list(content)))
             todo += content
 
-    def _clear_contents(self, _: object) -> None:
+    def _drop_references(self, _: object) -> None:
         self._holders, self._seen = [], []
 
 
@@ -144,12 +144,12 @@ def _has_same_content(container: object, expected: Sequence[object]) -> bool:
     return content is not None and len(content) == len(expected) and all(map(is_, content, expected))
 
 
-def _make_getter(value: object) -> Callable[[], object]:
+def _make_strong_reference(value: object) -> Callable[[], object]:
     return lambda: value
 
 
 def _list_contained_values(container: object) -> Collection[object] | None:
-    """Return the values in a container, or None for a value that is no container."""
+    """Return the values in a container, or None for a value that is not a container."""
     if isinstance(container, dict):
         return container.values()
     if isinstance(container, (list, tuple)):
@@ -162,7 +162,7 @@ def _list_contained_values(container: object) -> Collection[object] | None:
     return None
 
 
-def rebuild_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
+def rebuild_nnx_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object]:
     """Return copies of nnx objects that contain `leaves`, such as traced arrays, instead of their own arrays."""
     from flax import nnx
 
@@ -170,10 +170,10 @@ def rebuild_objects(structure: Any, leaves: Sequence[object]) -> Sequence[object
     return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
 
-def find_changed_arrays(
+def find_arrays_to_write_back(
     structure: object, nodes: Sequence[object], old_arrays: Sequence[object], inputs: Sequence[InputLeaf]
 ) -> dict[int, object]:
-    """Return the new arrays of objects by leaf position: all that a step has replaced, and all that were donated.
+    """Return a dict from leaf positions to new arrays of objects: those that a step replaced, and all donated ones.
 
     Args:
         structure: The structure of the objects before the step.

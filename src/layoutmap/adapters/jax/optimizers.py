@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_variable
 from layoutmap.adapters.jax.pytrees import flatten_with_paths
-from layoutmap.adapters.jax.slots import PathParts, StateLeaf, describe_slots
+from layoutmap.adapters.jax.slots import OptimizerLeaf, PathParts, describe_slots
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutError, ScopeError
 from layoutmap.core.layout import Layout
@@ -21,9 +21,9 @@ from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.padded import (
     pad_array,
-    replace_by_logical_shapes,
-    wrap_for_stored_arrays,
+    replace_padded_arrays_by_shapes,
     wrap_padded_array,
+    wrap_to_take_stored_arrays,
 )
 from layoutmap.engines.jax.programs import leave_program_context
 
@@ -44,7 +44,7 @@ class OptimizerVariables:
 
 
 def get_parameter_tree(params: object, wrt: Any = None) -> object:
-    """Return the pytree of parameters: for an nnx module the part of its state that `wrt` selects."""
+    """Return the pytree of parameters. For an nnx module, it is the part of the module's state that `wrt` selects."""
     if not is_nnx_module(params):
         return params
     from flax import nnx
@@ -53,7 +53,7 @@ def get_parameter_tree(params: object, wrt: Any = None) -> object:
 
 
 def describe_weights(params: object) -> tuple[dict[PathParts, VariableSpec], dict[tuple[str, str], Layout]]:
-    """Return two mappings: the parameters by the parts of their paths, and the layouts of sharded ones by `key`.
+    """Return two dicts: the parameters' descriptions by path parts, and the layouts of sharded parameters by `key`.
 
     Args:
         params: A pytree of arrays, or of objects with `shape` and `dtype`.
@@ -78,7 +78,7 @@ def describe_weights(params: object) -> tuple[dict[PathParts, VariableSpec], dic
     return weights, layouts
 
 
-def describe_optimizer(init: Callable[[object], object], params: object) -> OptimizerVariables:
+def describe_optimizer_variables(init: Callable[[object], object], params: object) -> OptimizerVariables:
     """Describe an optimizer's parameters and state without computing anything.
 
     Args:
@@ -92,18 +92,20 @@ def describe_optimizer(init: Callable[[object], object], params: object) -> Opti
     weights, layouts = describe_weights(params)
     try:
         with leave_program_context(), use_mesh(_find_parameter_mesh(params)):
-            state = jax.eval_shape(init, replace_by_logical_shapes(params))
+            state = jax.eval_shape(init, replace_padded_arrays_by_shapes(params))
     except jax.errors.ConcretizationTypeError as error:
         raise ScopeError(
             "the optimizer's init cannot be traced",
             why=f"init reads values of the parameters: {str(error).partition(chr(10))[0]}",
             fix="create the state first, then shard it: layout_map.apply_optimizer(tx.init(params), params)",
         ) from error
-    leaves = [StateLeaf(parts, *_read_shape_and_dtype(leaf)) for parts, leaf in flatten_with_paths(state)]
+    leaves = [OptimizerLeaf(parts, *_read_shape_and_dtype(leaf)) for parts, leaf in flatten_with_paths(state)]
     return OptimizerVariables(list(weights.values()), layouts, describe_slots(weights, leaves))
 
 
-def create_state(init: Callable[[object], object], params: object, layouts: Sequence[Layout]) -> object:
+def create_sharded_optimizer_state(
+    init: Callable[[object], object], params: object, layouts: Sequence[Layout]
+) -> object:
     """Return the state of an optimizer, with each leaf computed directly in its layout."""
     shardings: list[Any] = [get_engine("jax").make_native_layout(layout, layout.rank) for layout in layouts]
     mesh = _find_parameter_mesh(params)
@@ -111,14 +113,14 @@ def create_state(init: Callable[[object], object], params: object, layouts: Sequ
     if isinstance(mesh, jax.sharding.Mesh):
         shardings = [NamedSharding(mesh, each.spec, memory_kind=each.memory_kind) for each in shardings]
     with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
-        leaves, tree = jax.tree.flatten(jax.eval_shape(init, replace_by_logical_shapes(params)))
+        leaves, tree = jax.tree.flatten(jax.eval_shape(init, replace_padded_arrays_by_shapes(params)))
         padded = [layout.pad_shape(leaf.shape) for layout, leaf in zip(layouts, leaves, strict=True)]
-        run, arguments = wrap_for_stored_arrays(init, params)
+        run, arguments = wrap_to_take_stored_arrays(init, params)
 
-        def run_and_pad(*arrays: object) -> list[Any]:
+        def compute_padded_leaves(*arrays: object) -> list[Any]:
             return list(map(pad_array, jax.tree.leaves(run(*arrays)), padded))
 
-        made = jax.block_until_ready(jax.jit(run_and_pad, out_shardings=shardings)(*arguments))
+        made = jax.block_until_ready(jax.jit(compute_padded_leaves, out_shardings=shardings)(*arguments))
         shapes = [leaf.shape for leaf in leaves]
         return jax.tree.unflatten(tree, list(map(wrap_padded_array, made, shapes)))
 
@@ -130,28 +132,28 @@ def _find_parameter_mesh(params: object) -> AbstractMesh | jax.sharding.Mesh:
     return next(meshes, AbstractMesh((), ()))
 
 
-def relayout_state(state: object, layouts: Sequence[Layout]) -> object:
-    """Return an optimizer's state in these layouts, one for each leaf. nnx Variables in it change in place."""
+def relayout_optimizer_state(state: object, layouts: Sequence[Layout]) -> object:
+    """Return an optimizer's state in new layouts, one for each leaf. nnx Variables in it change in place."""
     moved = iter(layouts)
 
-    def relayout_array(leaf: object) -> object:
+    def relayout_next_array(leaf: object) -> object:
         return get_engine("jax").relayout(leaf, next(moved), pad=True)
 
-    def relayout_leaf(leaf: Any) -> object:
+    def relayout_array_or_variable(leaf: Any) -> object:
         if not hasattr(leaf, "set_raw_value"):
-            return relayout_array(leaf)
-        leaf.set_raw_value(jax.tree.map(relayout_array, leaf.get_raw_value()))
+            return relayout_next_array(leaf)
+        leaf.set_raw_value(jax.tree.map(relayout_next_array, leaf.get_raw_value()))
         return leaf
 
-    return jax.tree.map(relayout_leaf, state, is_leaf=is_nnx_variable)
+    return jax.tree.map(relayout_array_or_variable, state, is_leaf=is_nnx_variable)
 
 
-def make_nnx_optimizer(model: object, tx: Any, wrt: object, make: Callable[[object], object]) -> object:
-    """Create an `nnx.Optimizer`. The function `make` returns its state, instead of `tx.init`."""
+def make_nnx_optimizer(model: object, tx: Any, wrt: object, make_state: Callable[[object], object]) -> object:
+    """Create an `nnx.Optimizer`. Its state comes from the function `make_state`, and not from `tx.init`."""
     from flax import nnx
 
     class TransformationWithGivenInit:
-        init = staticmethod(make)
+        init = staticmethod(make_state)
         update = staticmethod(tx.update)
 
     optimizer = nnx.Optimizer(model, TransformationWithGivenInit(), wrt=nnx.Param if wrt is None else wrt)  # type: ignore[arg-type]

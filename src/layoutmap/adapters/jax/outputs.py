@@ -45,7 +45,7 @@ def choose_result_shardings(
     inputs: Sequence[InputLeaf],
     arguments: Sequence[Subtree],
 ) -> list[object]:
-    """Return the sharding of each result that replaces an argument, and `None` for the others.
+    """Return a list with the sharding of each result that replaces an argument, and `None` for each other result.
 
     The first result replaces the first argument, the second result the second, if it has the structure and shapes of
     that argument and is an update of it; a tree of several arrays need only be no update of another argument. A donated
@@ -64,14 +64,14 @@ def choose_result_shardings(
     shapes, sources = [leaf.shape for leaf in leaves], find_updated_inputs(jaxpr)
     chosen: list[object] = [None] * len(leaves)
 
-    def try_assign(argument: Subtree, result: Subtree, *, is_update: bool = True) -> bool:
+    def try_to_replace(argument: Subtree, result: Subtree, *, must_be_update: bool = True) -> bool:
         (old, start), (new, at) = argument, result
         if old != new or not old.num_leaves:
             return False
         pairs = [(inputs[start + n], at + n) for n in range(old.num_leaves)]
         can_replace = all(
             each.sharding is not None and each.shape == shapes[n] and chosen[n] is None for each, n in pairs
-        ) and (not is_update or any(sources[n] >> start + n - at & 1 for _, n in pairs))
+        ) and (not must_be_update or any(sources[n] >> start + n - at & 1 for _, n in pairs))
         if can_replace:
             chosen[at : at + new.num_leaves] = [each.sharding for each, _ in pairs]
         return can_replace
@@ -82,27 +82,28 @@ def choose_result_shardings(
     kept = list[Subtree]()
     for argument, (new, at) in in_order:
         is_new = new.num_leaves > 1 and not any(sources[at : at + new.num_leaves])
-        if try_assign(argument, (new, at), is_update=not is_new):
+        if try_to_replace(argument, (new, at), must_be_update=not is_new):
             kept.append(argument)
     donated = [
         each for each in arguments if each[0].num_leaves and inputs[each[1]].is_donated and each not in kept
     ]
     subtrees = [*_iterate_subtrees((tree, 0))]
 
-    def assign_parts(argument: Subtree) -> None:
+    def try_to_replace_parts(argument: Subtree) -> None:
         for part in _iterate_children(argument):
-            if not any(try_assign(part, subtree) for subtree in subtrees):
-                assign_parts(part)
+            if not any(try_to_replace(part, subtree) for subtree in subtrees):
+                try_to_replace_parts(part)
 
-    for argument in [each for each in donated if not any(try_assign(each, subtree) for subtree in subtrees)]:
-        if not any(try_assign(argument, new, is_update=False) for each, new in in_order if each is argument):
+    for argument in [a for a in donated if not any(try_to_replace(a, subtree) for subtree in subtrees)]:
+        own_places = [new for each, new in in_order if each is argument]
+        if not any(try_to_replace(argument, new, must_be_update=False) for new in own_places):
             _check_donated_shapes(inputs[argument[1] :], argument[0], subtrees, shapes)
-            assign_parts(argument)
+            try_to_replace_parts(argument)
     return chosen
 
 
 def find_updated_inputs(jaxpr: Jaxpr) -> list[int]:
-    """Return, for each result of a program, which inputs it may be an update of, as a bit mask.
+    """Return a bit mask for each result of a program. Its bits are the inputs that the result may be an update of.
 
     A result is an update if a chain of operations leads to it from the input, in which each value has the same shape.
     """

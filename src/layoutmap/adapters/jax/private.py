@@ -31,7 +31,7 @@ _NAME = "_origin_msg"
 _WITHOUT_ARRAYS = {type(None), bool, int, float, complex, np.ndarray}
 
 
-def _make_patches() -> Patches:
+def _make_error_message_patches() -> Patches:
     try:
         from jax._src.interpreters.partial_eval import DynamicJaxprTracer as Traced
     except ImportError:
@@ -40,37 +40,37 @@ def _make_patches() -> Patches:
     return Patches([patch] if _NAME in vars(Traced) else [])
 
 
-_PATCHES = _make_patches()
+_PATCHES = _make_error_message_patches()
 
 
 def shorten_error_messages() -> AbstractContextManager[None]:
-    """Omit the origin of traced arrays from JAX's error messages while the context is open."""
+    """Return a context in which JAX's error messages omit the origin of traced arrays, which takes long to write."""
     return _PATCHES.activate()
 
 
-def has_assignable_slot(variable: Any) -> bool:
-    """Return whether the value of a flax.nnx Variable can be assigned through its `__slots__` entry."""
+def has_value_descriptor(variable: Any) -> bool:
+    """Return whether a flax.nnx Variable stores its value in an entry of `__slots__` that can be assigned."""
     slots = {name for base in type(variable).__mro__ for name in getattr(base, "__slots__", ())}
     return "_raw_value" in slots and not variable.hijax
 
 
-def find_value_slot(variables: Sequence[object]) -> Any:
+def find_value_descriptor(variables: Sequence[object]) -> Any:
     """Return the descriptor that reads and assigns the value of each of these Variables, or None if one has none.
 
     The descriptor is that of an entry of `__slots__`.
     """
-    if not variables or not all(map(has_assignable_slot, variables)):
+    if not variables or not all(map(has_value_descriptor, variables)):
         return None
     return next(vars(base)["_raw_value"] for base in type(variables[0]).__mro__ if "_raw_value" in vars(base))
 
 
-def is_comparable_array(array: object) -> bool:
-    """Return whether `are_same_types` can compare an array by its private sharding attribute."""
+def has_private_sharding(array: object) -> bool:
+    """Return whether an array has the private sharding attribute that `are_equal_types_and_shardings` compares."""
     return isinstance(array, jax.Array) and hasattr(array, "_sharding")
 
 
-def are_same_types(arrays: Iterable[Any], avals: list[Any], shardings: list[Any]) -> bool:
-    """Return whether arrays have these types and shardings, and none is deleted.
+def are_equal_types_and_shardings(arrays: Iterable[Any], avals: list[Any], shardings: list[Any]) -> bool:
+    """Return whether arrays have the types in `avals` and the shardings in `shardings`, and none is deleted.
 
     In the lists, replace equal types and shardings by those of the arrays, because identical objects compare faster.
     """
@@ -87,7 +87,7 @@ def are_same_types(arrays: Iterable[Any], avals: list[Any], shardings: list[Any]
     return True
 
 
-def has_only_distinct_arrays(values: Iterable[Any], array_type: type[jax.Array]) -> bool:
+def has_only_distinct_live_arrays(values: Iterable[Any], array_type: type[jax.Array]) -> bool:
     """Return whether a tree contains no traced or deleted array, and no array twice.
 
     Dicts, lists, and tuples are traversed without `jax.tree`, because that takes too long for a small step.

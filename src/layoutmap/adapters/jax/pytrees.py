@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from layoutmap.adapters.jax.tracing import is_array, is_random_key
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.variables import Kind, Use, VariableSpec
+from layoutmap.core.variables import AxesUse, Kind, VariableSpec
 from layoutmap.engines.jax.trees import find_memory_kind, is_flax_box
 
 
@@ -36,7 +36,7 @@ class ModelLeaf:
     kind: Kind
     aliases: tuple[str, ...] = ()
     annotation: str = ""
-    use: Use | None = None
+    use: AxesUse | None = None
     no_padding: str = ""
 
 
@@ -46,7 +46,7 @@ DescribeLeafFn = Callable[[Sequence[str], object], ModelLeaf]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelParts:
+class SplitModel:
     """Store the arrays of a model, and a function that rebuilds the model.
 
     Args:
@@ -63,7 +63,7 @@ class ModelParts:
 
     @property
     def specs(self) -> list[VariableSpec]:
-        """The arrays as variables of a plan, in the order of the leaves."""
+        """The arrays, described as variables of a plan, in the order of the leaves."""
         return [
             VariableSpec(
                 leaf.path,
@@ -79,7 +79,7 @@ class ModelParts:
         ]
 
 
-def split_pytree(tree: object, describe_leaf: DescribeLeafFn | None = None) -> ModelParts:
+def split_pytree(tree: object, describe_leaf: DescribeLeafFn | None = None) -> SplitModel:
     """Split a pytree into its arrays and a function that rebuilds it. Other leaves keep their positions.
 
     Args:
@@ -95,7 +95,7 @@ def split_pytree(tree: object, describe_leaf: DescribeLeafFn | None = None) -> M
     positions = [position for position, value in enumerate(values) if is_array(value)]
     if describe_leaf is None:
         named = flatten_with_paths(tree)
-        leaves = [ModelLeaf(".".join(named[n][0]), values[n], infer_kind(values[n])) for n in positions]
+        leaves = [ModelLeaf(".".join(named[n][0]), values[n], infer_array_kind(values[n])) for n in positions]
     else:
         leaves = [describe_leaf([*map(format_key, found[n][0])], values[n]) for n in positions]
     _check_distinct_paths(leaves, tree)
@@ -112,7 +112,7 @@ def split_pytree(tree: object, describe_leaf: DescribeLeafFn | None = None) -> M
             filled[position] = array
         return jax.tree_util.tree_unflatten(tree_def, filled)
 
-    return ModelParts(leaves, rebuild_model)
+    return SplitModel(leaves, rebuild_model)
 
 
 @functools.lru_cache
@@ -133,7 +133,7 @@ def flatten_with_paths(tree: object) -> list[tuple[tuple[str, ...], object]]:
     ]
 
 
-def infer_kind(value: Any) -> Kind:
+def infer_array_kind(value: Any) -> Kind:
     """Infer an array's kind from its dtype: random state, weight, or other state."""
     if is_random_key(value):
         return Kind.RNG

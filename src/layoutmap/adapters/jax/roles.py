@@ -11,33 +11,33 @@ from collections.abc import Iterator, Sequence
 from flax import nnx
 
 from layoutmap.adapters.jax.pytrees import format_key
-from layoutmap.core.variables import Use
+from layoutmap.core.variables import AxesUse
 
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 _HEAD_SIZE = "head_dim"
 """Attribute in which attention modules store the size of a head."""
 
 
-def find_axis_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], Use]:
-    """Return how modules use the axes of their weights where this is known, by the path of each weight."""
+def find_axis_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], AxesUse]:
+    """Return a dict from the path of each weight to the roles of its axes in its module, if these are known."""
     head_sizes = {
         id(each): size
         for _, module in modules
         if isinstance(size := getattr(module, _HEAD_SIZE, None), int)
         for each in vars(module).values()
-        if isinstance(each, nnx.Linear)  # kernels of other classes have a separate axis for heads
+        if isinstance(each, nnx.Linear)  # other classes store heads along an axis of their own
     }
-    found: dict[tuple[str, ...], Use] = {}
+    found: dict[tuple[str, ...], AxesUse] = {}
     for keys, module in modules:
-        for attribute, roles in _iterate_weight_roles(module):
+        for attribute, roles in _iterate_axis_roles_of_weights(module):
             if len(roles) == len(getattr(getattr(module, attribute, None), "shape", ())):
                 path = tuple(map(format_key, (*keys, attribute)))
-                found[path] = Use(tuple(roles), head_sizes.get(id(module)))
+                found[path] = AxesUse(tuple(roles), head_sizes.get(id(module)))
     return found
 
 
-def _iterate_weight_roles(module: object) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the attribute of each weight of a module, with the role of each of its axes."""
+def _iterate_axis_roles_of_weights(module: object) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield a pair for each weight of a module: the name of its attribute, and the role of each of its axes."""
     if isinstance(module, nnx.LinearGeneral):
         batch = [""] * len(module.batch_axis)
         out = _make_numbered_roles("out", len(module.out_features))
@@ -47,7 +47,7 @@ def _iterate_weight_roles(module: object) -> Iterator[tuple[str, Sequence[str]]]
         yield "kernel", ("in.0", "out.0")
         yield "bias", ("out.0",)
     elif isinstance(module, nnx.Einsum):
-        yield from _iterate_einsum_roles(module.einsum_str or "")
+        yield from _iterate_axis_roles_of_einsum(module.einsum_str or "")
     elif isinstance(module, nnx.Conv):
         yield "kernel", (*[""] * (len(module.kernel_shape) - 2), "in.0", "out.0")
         yield "bias", ("out.0",)
@@ -65,8 +65,8 @@ def _make_numbered_roles(role: str, count: int) -> list[str]:
     return [f"{role}.{i}" for i in range(count)]
 
 
-def _iterate_einsum_roles(equation: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the attributes `kernel` and `bias` with the roles of their axes, from an einsum equation."""
+def _iterate_axis_roles_of_einsum(equation: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield pairs for the attributes `kernel` and `bias`: the name, and the role of each axis in an einsum equation."""
     operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")
     summed = [letter for letter in kernel if letter in inputs and letter not in result]

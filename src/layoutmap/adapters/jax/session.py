@@ -12,17 +12,17 @@ import jax
 import jax.core
 
 from layoutmap.adapters.jax.contexts import record_context
-from layoutmap.adapters.jax.models import build_without_annotations, constrain_outputs
-from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_arrays
+from layoutmap.adapters.jax.models import build_without_sharding_annotations, constrain_outputs
+from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_or_hidden_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
-from layoutmap.adapters.jax.pytrees import ModelLeaf, ModelParts
+from layoutmap.adapters.jax.pytrees import ModelLeaf, SplitModel
 from layoutmap.adapters.jax.tracing import TracedArray, is_random_key, trace_build_function
-from layoutmap.adapters.jax.training import TrainState, replace_arrays, unwrap_and_split, unwrap_model
+from layoutmap.adapters.jax.training import TrainState, replace_arrays, unwrap_and_split, unwrap_train_state
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import format_path_regex_source
+from layoutmap.core.paths import format_path_regex_as_python
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import check_same_values
@@ -50,33 +50,33 @@ class JaxSession:
             ScopeError: Always.
         """
         raise ScopeError(
-            "a scope cannot defer JAX models",
+            "a JAX model cannot be built in the block of a scope",
             why="JAX computes arrays immediately, so their creation cannot be deferred",
             fix="create the model in a function: model = layout_map.build(lambda: Model(nnx.Rngs(0)))",
         )
 
     def build_model(self, make_model: Callable[[], object]) -> Any:
-        """Build a model with its arrays in their layouts, or for a plan with shapes instead of arrays."""
+        """Build a model with its arrays in their layouts. For a plan, build it with shapes instead of arrays."""
         parts: Any = None
 
-        def make_and_split() -> tuple[object, Sequence[object]]:
+        def build_and_split() -> tuple[object, Sequence[object]]:
             nonlocal parts
-            model = build_without_annotations(make_model, unwrap_model)
-            check_no_mutable_arrays(unwrap_model(model))
+            model = build_without_sharding_annotations(make_model, unwrap_train_state)
+            check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
             parts = unwrap_and_split(model)
             return model, [leaf.value for leaf in parts.leaves]
 
-        model, arrays = trace_build_function(make_and_split, make_abstract_mesh(self._context.policy.mesh))
+        model, arrays = trace_build_function(build_and_split, make_abstract_mesh(self._context.policy.mesh))
         assignments = self._assign_layouts(model, parts, arrays)
         if self._context.plan_only:
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-            return self._finish_model(model, parts.rebuild_model(shapes))
-        return self._finish_model(
+            return self._constrain_outputs_and_record(model, parts.rebuild_model(shapes))
+        return self._constrain_outputs_and_record(
             model, parts.rebuild_model(self._compute_or_relayout_arrays(assignments, arrays))
         )
 
-    def _finish_model(self, result: object, model: object) -> object:
-        """Make a model apply activation rules, record its scope, and return it, in its `TrainState` if it has one."""
+    def _constrain_outputs_and_record(self, result: object, model: object) -> object:
+        """Make a model apply activation rules, and record its scope. Return the model, or its `TrainState`."""
         if not self._context.plan_only:
             constrain_outputs(model, self._context.policy)
         if isinstance(result, TrainState):
@@ -87,7 +87,7 @@ class JaxSession:
 
     def shard_model(self, model: object) -> object:
         """Shard an existing model. A module stays the same object, and a pytree is replaced by a new one."""
-        check_no_mutable_arrays(unwrap_model(model))
+        check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
         parts = unwrap_and_split(model)
         arrays = [leaf.value for leaf in parts.leaves]
         for leaf in parts.leaves:
@@ -99,14 +99,14 @@ class JaxSession:
                 )
         assignments = self._assign_layouts(model, parts, arrays)
         laid_out = replace_arrays(model, self._compute_or_relayout_arrays(assignments, arrays))
-        constrain_outputs(unwrap_model(laid_out), self._context.policy)
+        constrain_outputs(unwrap_train_state(laid_out), self._context.policy)
         self._record_context(laid_out)
         if isinstance(model, TrainState):
             model.policy = self._context.policy
         return laid_out
 
     def _record_context(self, model: object) -> None:
-        for each in (model, unwrap_model(model)):
+        for each in (model, unwrap_train_state(model)):
             record_context(each, self._context)
 
     def has_built(self, model: object) -> bool:
@@ -121,7 +121,7 @@ class JaxSession:
         is_made = (any(map(_is_tracer, jax.tree.leaves(n))) for n in nodes if isinstance(n, nnx.Variable))
         return any(is_made) or _is_traced_or_without_arrays(jax.tree.leaves(nnx.state(model)))
 
-    def list_unbuilt_layers(self) -> Sequence[str]:
+    def list_unbuilt_layer_names(self) -> Sequence[str]:
         """Return an empty sequence, because a JAX model has all arrays once it is built."""
         return ()
 
@@ -129,7 +129,7 @@ class JaxSession:
         """Do nothing, because a JAX model has all arrays once it is built."""
 
     def _assign_layouts(
-        self, model: object, parts: ModelParts, arrays: Sequence[object]
+        self, model: object, parts: SplitModel, arrays: Sequence[object]
     ) -> Sequence[Assignment]:
         """Return the layout of each array, in the order of the arrays. Raise if the plan has errors."""
         specs = parts.specs
@@ -138,20 +138,20 @@ class JaxSession:
         whys = {
             spec.key: why
             for spec, array in zip(specs, arrays, strict=True)
-            if isinstance(array, TracedArray) and (why := array.explain_global_init())
+            if isinstance(array, TracedArray) and (why := array.explain_why_initialized_unsharded())
         }
-        unused = [_make_annotation_note(leaf) for leaf in parts.leaves if leaf.annotation]
+        unused = [_make_ignored_annotation_note(leaf) for leaf in parts.leaves if leaf.annotation]
         if parts.layers is None and self._context.policy.activations is not None:
-            unused.append(_make_pytree_warning(unwrap_model(model)))
+            unused.append(_make_unused_activation_rules_warning(unwrap_train_state(model)))
         assigned = self._context.assign_layouts(
             [specs[number] for number in order], whys, unused, True, parts.layers, free_activations=True
         )
         return [
-            self._use_scope_mesh(assignment)
+            self._replace_mesh_by_scope_mesh(assignment)
             for _, assignment in sorted(zip(order, assigned, strict=True), key=lambda pair: pair[0])
         ]
 
-    def _use_scope_mesh(self, assignment: Assignment) -> Assignment:
+    def _replace_mesh_by_scope_mesh(self, assignment: Assignment) -> Assignment:
         """Return an assignment on the mesh object of the scope, because an equal mesh may have different axis types."""
         layout, mesh = assignment.layout, self._context.policy.mesh
         if layout.mesh.axis_types == mesh.axis_types:
@@ -171,7 +171,7 @@ class JaxSession:
         if context.spans_processes:
             # Each process has its own copy of existing arrays, so compare checksums of the copies before placing them.
             sums = (
-                (a.variable.path, compute_checksum(context.engine.to_numpy(_get_numeric_value(array))))
+                (a.variable.path, compute_checksum(context.engine.to_numpy(_get_array_as_numbers(array))))
                 for number, (a, array) in enumerate(zip(assignments, arrays, strict=True))
                 if str(number) not in todo
             )
@@ -183,7 +183,9 @@ class JaxSession:
         return [
             made[key]
             if (key := str(number)) in made
-            else context.engine.relayout(_get_array_value(array), assignment.layout, pad=assignment.is_padded)
+            else context.engine.relayout(
+                _materialize_array(array), assignment.layout, pad=assignment.is_padded
+            )
             for number, (assignment, array) in enumerate(zip(assignments, arrays, strict=True))
         ]
 
@@ -198,27 +200,27 @@ def _is_tracer(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def _get_array_value(array: object) -> Any:
+def _materialize_array(array: object) -> Any:
     return array.compute_precomputed_value() if isinstance(array, TracedArray) else array
 
 
-def _get_numeric_value(array: object) -> Any:
-    value = _get_array_value(array)
+def _get_array_as_numbers(array: object) -> Any:
+    value = _materialize_array(array)
     return jax.random.key_data(value) if is_random_key(value) else value
 
 
-def _make_annotation_note(leaf: ModelLeaf) -> UnsupportedFeature:
+def _make_ignored_annotation_note(leaf: ModelLeaf) -> UnsupportedFeature:
     return UnsupportedFeature(
         leaf.path,
         f"its annotation {leaf.annotation} has no effect",
         f"the model's code annotates it with {leaf.annotation}, and here only rules of the layout map shard; without "
         "a rule it is replicated",
-        f"write a rule in dims of the mesh: layout_map[{format_path_regex_source([leaf.path])}] = {leaf.annotation}",
+        f"write a rule in dims of the mesh: layout_map[{format_path_regex_as_python([leaf.path])}] = {leaf.annotation}",
         "note",
     )
 
 
-def _make_pytree_warning(model: object) -> UnsupportedFeature:
+def _make_unused_activation_rules_warning(model: object) -> UnsupportedFeature:
     return UnsupportedFeature(
         type(model).__name__,
         "the rules of layout_map.activations have no effect",

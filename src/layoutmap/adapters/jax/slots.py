@@ -33,7 +33,7 @@ _REMOVED = {"v_row": -1, "v_col": -2}
 
 
 @dataclass(frozen=True, slots=True)
-class StateLeaf:
+class OptimizerLeaf:
     """Describe a leaf of an optimizer's state.
 
     Args:
@@ -49,9 +49,9 @@ class StateLeaf:
 
 # Rules rarely match slots, so each slot inherits its parameter's layout axis by axis (decisions/0020).
 def describe_slots(
-    params: Mapping[PathParts, VariableSpec], leaves: Sequence[StateLeaf]
+    params: Mapping[PathParts, VariableSpec], leaves: Sequence[OptimizerLeaf]
 ) -> list[VariableSpec]:
-    """Describe the leaves of an optimizer's state as variables, each with its parameter and axes.
+    """Describe the leaves of an optimizer's state as variables, each with its parameter and the matching axes.
 
     Args:
         params: The parameters, by the parts of their paths in the tree that the optimizer was initialized with.
@@ -59,7 +59,7 @@ def describe_slots(
 
     Example:
         >>> params = {("up", "kernel"): VariableSpec("up.kernel", (64, 256), "float32")}
-        >>> (slot,) = describe_slots(params, [StateLeaf(("0", "v_col", "up", "kernel"), (256,), "float32")])
+        >>> (slot,) = describe_slots(params, [OptimizerLeaf(("0", "v_col", "up", "kernel"), (256,), "float32")])
         >>> slot.path, slot.parent, slot.axes
         ('optimizer.up.kernel.0.v_col', 'up.kernel', ((1,),))
     """
@@ -68,8 +68,8 @@ def describe_slots(
     return [replace(slot, path=path) for slot, path in zip(slots, paths, strict=True)]
 
 
-def _describe_slot(params: Mapping[PathParts, VariableSpec], leaf: StateLeaf) -> VariableSpec:
-    found = _find_parameter_span(params, leaf.parts)
+def _describe_slot(params: Mapping[PathParts, VariableSpec], leaf: OptimizerLeaf) -> VariableSpec:
+    found = _locate_parameter_path(params, leaf.parts)
     if found is None:
         return VariableSpec(".".join(("optimizer", *leaf.parts)), leaf.shape, leaf.dtype, Kind.SLOT)
     start, end = found
@@ -91,7 +91,7 @@ def _describe_slot(params: Mapping[PathParts, VariableSpec], leaf: StateLeaf) ->
     )
 
 
-def _find_parameter_span(
+def _locate_parameter_path(
     params: Mapping[PathParts, VariableSpec], parts: PathParts
 ) -> tuple[int, int] | None:
     """Return the start and stop of the longest parameter path in a leaf's path (of several, the last), or None."""
@@ -106,7 +106,7 @@ def _find_parameter_span(
 def match_axes(
     shape: tuple[int, ...], parameter_shape: tuple[int, ...], slot_name: str = "", index: int | None = None
 ) -> Axes:
-    """Return, for each axis of a slot, a tuple with the corresponding axis of the parameter, or an empty tuple.
+    """Return a tuple for each axis of a slot: it contains the corresponding axis of the parameter, or is empty.
 
     Args:
         shape: The slot's shape.

@@ -12,7 +12,7 @@ import jax
 import jax.core
 
 from layoutmap.adapters.jax.nnx_types import is_nnx_object
-from layoutmap.adapters.jax.objects import StepObjects
+from layoutmap.adapters.jax.objects import NnxArguments
 from layoutmap.adapters.jax.outputs import Tree
 from layoutmap.adapters.jax.pytrees import find_equinox_leaf_positions
 from layoutmap.adapters.protocol import RuleLookup
@@ -65,16 +65,16 @@ class StepOptions:
         positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.parameters = [each.name for each in parameters if each.kind in positional]
         self._last_position = max(_make_tuple(donate_argnums) + _make_tuple(batch_argnums), default=-1)
-        self.donate = self._find_argument_keys(donate_argnums)
-        self.static = self._find_argument_keys(static_argnums, static_argnames)
-        self.batches = None if batch_argnums is None else self._find_argument_keys(batch_argnums)
+        self.donate = self._find_positions_and_names(donate_argnums)
+        self.static = self._find_positions_and_names(static_argnums, static_argnames)
+        self.batches = None if batch_argnums is None else self._find_positions_and_names(batch_argnums)
         self.batch_dim = tuple(batch_dim) if isinstance(batch_dim, list) else batch_dim
         self.layout_map, self.out_names = layout_map, out_names
 
-    def _find_argument_keys(
+    def _find_positions_and_names(
         self, positions: int | Sequence[int], names: str | Sequence[str] = ()
     ) -> frozenset[ArgumentKey]:
-        """Return the positions and names of arguments. The function's signature tells the ones that are not given."""
+        """Return the positions and the names of arguments that are given by either. The signature tells the other."""
         known = self.parameters
         at = [n + len(known) if n < 0 else n for n in _make_tuple(positions)]
         named = {names} if isinstance(names, str) else {*names}
@@ -92,11 +92,11 @@ class StepOptions:
     def check_arguments(self, call: StepCall) -> None:
         """Raise for unhashable static values, traced arrays, nnx objects inside other arguments, and non-arrays."""
         variant = call.variant
-        if self._last_position >= max(variant.num_positional, len(self.parameters)):
+        if self._last_position >= max(variant.num_positional_arguments, len(self.parameters)):
             raise ScopeError(
-                f"{self.name}: there is no argument {self._last_position}",
-                why=f"it is called with {variant.num_positional} positional arguments, and donate_argnums and "
-                "batch_argnums count these from 0",
+                f"{self.name}: there is no positional argument {self._last_position}",
+                why=f"it is called with {variant.num_positional_arguments} positional arguments, and donate_argnums "
+                "and batch_argnums count these from 0",
                 fix="pass the argument by position, or remove its number from donate_argnums or batch_argnums",
             )
         for number, _, value in variant.static:
@@ -114,7 +114,7 @@ class StepOptions:
         for path, leaf in jax.tree_util.tree_flatten_with_path(values, is_leaf=is_nnx_object)[0]:
             if is_nnx_object(leaf):
                 raise ScopeError(
-                    f"{self.name}: {variant.format_path(path)} is an nnx object inside another argument",
+                    f"{self.name}: {variant.format_leaf_path(path)} is an nnx object inside another argument",
                     facts={"type": type(leaf).__name__},
                     why="a step updates only those nnx objects that are arguments themselves",
                     fix="pass the object as a separate argument",
@@ -126,7 +126,7 @@ class StepOptions:
                     fix=f"call the function itself there: {self.name}.__wrapped__(...)",
                 )
             if len(path) == 1 and id(leaf) in constants:
-                self.raise_non_array_leaf_error(variant.format_path(path), leaf)
+                self.raise_non_array_leaf_error(variant.format_leaf_path(path), leaf)
 
     def check_donations(self, call: StepCall, leaves: Sequence[object], donated: Sequence[bool] = ()) -> None:
         """Raise for deleted arrays and for donated arrays passed twice, because XLA would abort the process."""
@@ -135,7 +135,8 @@ class StepOptions:
             first = seen.setdefault(id(leaf), number)
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise LayoutError(
-                    f"{self.name}: {call.list_names_and_owners()[0][number]} was donated, and has no values any more",
+                    f"{self.name}: {call.list_leaf_names_and_owners()[0][number]} was donated, and has no values "
+                    "any more",
                     why="an earlier step, or another compiled function, reused the memory of this array "
                     "for its results",
                     fix="pass the result of the step: state = step(state, batch); or donate fewer "
@@ -147,7 +148,7 @@ class StepOptions:
                 and donated
                 and (donated[first] or donated[number])
             ):
-                names, _ = call.list_names_and_owners()
+                names, _ = call.list_leaf_names_and_owners()
                 raise LayoutError(
                     f"{self.name}: {names[first]} and {names[number]} are the same array, which is donated",
                     why="the memory of a donated array is reused for results, so it can be passed only once",
@@ -164,8 +165,8 @@ class StepOptions:
         )
 
 
-class CallVariant(NamedTuple):
-    """Describe a call without the values of its arrays. A step is compiled once for each variant."""
+class StaticCallPart(NamedTuple):
+    """Store the part of a call that is compiled into a step: its arguments without the arrays."""
 
     keys: tuple[ArgumentKey, ...]  # positional arguments, then names in sorted order
     static: Constants  # position, type, and value of each static argument
@@ -176,33 +177,33 @@ class CallVariant(NamedTuple):
     padded: tuple[tuple[int, Shape], ...]  # position and logical shape of each padded array
 
     @property
-    def num_positional(self) -> int:
+    def num_positional_arguments(self) -> int:
         """The number of positional arguments."""
         return sum(isinstance(key, int) for key in self.keys)
 
     def rebuild_arguments(self, leaves: Iterable[object], *, with_constants: bool = True) -> list[Any]:
-        """Return the arguments with these arrays as leaves, and with the constants, or None in their positions."""
+        """Return the arguments with these arrays and the constants. Without `with_constants`, constants are None."""
         constants = {n: x if with_constants else None for n, _, x in self.constants}
         return rebuild_tree(self.tree, constants, leaves)
 
-    def format_path(self, path: tuple[Any, ...]) -> str:
+    def format_leaf_path(self, path: tuple[Any, ...]) -> str:
         """Format the path of a leaf as Python: `args[0]['kernel']`."""
         key = self.keys[path[0].idx]
         return f"{'args' if isinstance(key, int) else 'kwargs'}[{key!r}]{jax.tree_util.keystr(path[1:])}"
 
 
 Head = tuple[tuple[ArgumentKey, ...], Constants, tuple[int, ...], int]
-"""The first four fields of a `CallVariant`, which are known before the arguments are flattened."""
+"""The first four fields of a `StaticCallPart`, which are known before the arguments are flattened."""
 
 
-class ArgumentValues(NamedTuple):
-    """Store the arguments of a call, with None in place of static ones, and lists of arrays for nnx objects."""
+class DynamicArguments(NamedTuple):
+    """Store the arguments of a call, with None in place of static ones, and lists of arrays in place of nnx objects."""
 
     head: Head
     values: Sequence[Any]
-    objects: StepObjects | None
+    objects: NnxArguments | None
 
-    def flatten(self) -> FlatArguments:
+    def flatten_arguments(self) -> FlatArguments:
         """Return the same arguments as a tree structure and a list of leaves."""
         leaves, tree = jax.tree_util.tree_flatten([*self.values])
         _, static, nodes, _ = self.head
@@ -216,19 +217,19 @@ class FlatArguments(NamedTuple):
     head: Head
     tree: Tree
     leaves: list[Any]
-    objects: StepObjects | None
+    objects: NnxArguments | None
     types: list[type] | None  # types of the arguments, or None if some are static or nnx objects
 
 
 @dataclass(slots=True, eq=False)
 class StepCall:
-    """Store the arguments of one call: its arrays, and the part for which the step is compiled."""
+    """Store the arguments of one call in two parts: its arrays, and the static part for which the step is compiled."""
 
-    variant: CallVariant
+    variant: StaticCallPart
     leaves: list[Any]
-    objects: StepObjects | None = None
+    objects: NnxArguments | None = None
 
-    def list_names_and_owners(self) -> tuple[list[str], list[int]]:
+    def list_leaf_names_and_owners(self) -> tuple[list[str], list[int]]:
         """Return the name of each leaf, and the index of the argument that contains it."""
         names, owners = list[str](), list[int]()
         values = self.variant.rebuild_arguments(self.leaves, with_constants=False)
@@ -238,7 +239,7 @@ class StepCall:
             if self.objects is not None and owner in self.variant.nodes:
                 names.append(self.objects.names[self.variant.nodes.index(owner)][path[1].idx])
             else:
-                names.append(self.variant.format_path(path))
+                names.append(self.variant.format_leaf_path(path))
         return names, owners
 
 
@@ -252,14 +253,14 @@ class ArgumentReader:
     def __init__(self, static: frozenset[ArgumentKey]):
         self._static = static
         self._structures: list[object] = []
-        self._objects: StepObjects | None = None
+        self._objects: NnxArguments | None = None
 
-    def read_leaves(self, args: Sequence[object], kwargs: Mapping[str, object]) -> FlatArguments:
+    def read_flat_arguments(self, args: Sequence[object], kwargs: Mapping[str, object]) -> FlatArguments:
         """Return a call's arguments as a tree structure and a list of leaves."""
-        return self.read_values(args, kwargs).flatten()
+        return self.read_arguments(args, kwargs).flatten_arguments()
 
-    def read_values(self, args: Sequence[object], kwargs: Mapping[str, object]) -> ArgumentValues:
-        """Return a call's arguments, with None for static ones, and lists of arrays for nnx objects."""
+    def read_arguments(self, args: Sequence[object], kwargs: Mapping[str, object]) -> DynamicArguments:
+        """Return a call's arguments, with None in place of static ones, and lists of arrays in place of nnx objects."""
         keys: tuple[ArgumentKey, ...] = (*range(len(args)), *sorted(kwargs))
         values = [*args, *(kwargs[name] for name in sorted(kwargs))]
         static: Constants = ()
@@ -273,18 +274,18 @@ class ArgumentReader:
         if "flax.nnx" in sys.modules:
             nodes = tuple(n for n, value in enumerate(values) if is_nnx_object(value))
         if nodes:
-            objects, arrays = self._inspect_objects([values[n] for n in nodes])
+            objects, arrays = self._read_nnx_objects([values[n] for n in nodes])
             for n, each in zip(nodes, arrays, strict=True):
                 values[n] = each
         head = keys, static, nodes, objects.structure_index if objects else -1
-        return ArgumentValues(head, values, objects)
+        return DynamicArguments(head, values, objects)
 
-    def _inspect_objects(self, nodes: Sequence[object]) -> tuple[StepObjects, list[list[object]]]:
-        """Return the arrays of nnx objects and their structure, which is read again only if it has changed."""
+    def _read_nnx_objects(self, nodes: Sequence[object]) -> tuple[NnxArguments, list[list[object]]]:
+        """Return the structure of nnx objects, and their arrays. The structure is read again only if it has changed."""
         objects = self._objects
-        arrays = objects.read_arrays() if objects is not None and objects.is_unchanged(nodes) else None
+        arrays = objects.read_arrays() if objects is not None and objects.has_same_nodes(nodes) else None
         if objects is None or arrays is None:
-            self._objects = objects = StepObjects(nodes)
+            self._objects = objects = NnxArguments(nodes)
             arrays = objects.read_arrays() or []
             if objects.structure not in self._structures:
                 self._structures.append(objects.structure)
@@ -301,13 +302,13 @@ def split_arguments(arguments: FlatArguments) -> StepCall:
     leaves = [leaf for n, leaf in enumerate(arguments.leaves) if n not in found]
     constants = tuple((n, type(value), value) for n, value in found.items())
     padded = tuple((n, leaf.shape) for n, leaf in enumerate(leaves) if type(leaf) is PaddedArray)
-    variant = CallVariant(*arguments.head, arguments.tree, constants, padded)
+    variant = StaticCallPart(*arguments.head, arguments.tree, constants, padded)
     return StepCall(variant, list(map(unwrap_padded_array, leaves)), arguments.objects)
 
 
 # A compiled program takes only arrays, so functions and text are part of its key instead (decisions/0186).
 def find_constant_leaves(tree: Tree, leaves: Mapping[int, object]) -> dict[int, object]:
-    """Return the leaves that are not arrays, by position: functions, text, and numbers in Equinox modules.
+    """Return a dict from positions to leaves that are not arrays: functions, text, and numbers in Equinox modules.
 
     Leaves that JAX or numpy can convert to arrays, and leaves without a hash, are not returned.
     """
@@ -321,7 +322,7 @@ def find_constant_leaves(tree: Tree, leaves: Mapping[int, object]) -> dict[int, 
 
 
 def rebuild_tree(tree: Tree, constants: Mapping[int, object], others: Iterable[object]) -> Tree:
-    """Rebuild a tree from its constant leaves by position, and its other leaves in order."""
+    """Rebuild a tree from its constant leaves, in a dict from positions, and its other leaves, in order."""
     if not constants:
         return tree.unflatten(others)
     rest = iter(others)

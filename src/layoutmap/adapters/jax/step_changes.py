@@ -8,7 +8,7 @@ from typing import NamedTuple
 from layoutmap.core.errors import shorten_repr
 
 
-class ProgramKey(NamedTuple):
+class CompiledArguments(NamedTuple):
     """Store the properties of the arguments for which a step was compiled.
 
     Args:
@@ -24,12 +24,12 @@ class ProgramKey(NamedTuple):
     static: Sequence[tuple[str, object]]
 
 
-def describe_change(before: ProgramKey, after: ProgramKey) -> str:
+def describe_first_difference(before: CompiledArguments, after: CompiledArguments) -> str:
     """Return the first difference between the arguments of two compilations as text.
 
     Example:
-        >>> first = ProgramKey(["x"], [((3,), "float32")], [None], [])
-        >>> describe_change(first, first._replace(types=[((4,), "float32")]))
+        >>> first = CompiledArguments(["x"], [((3,), "float32")], [None], [])
+        >>> describe_first_difference(first, first._replace(types=[((4,), "float32")]))
         'x: shape (3,) -> (4,)'
     """
     for (name, value), (other, new) in zip(before.static, after.static, strict=False):

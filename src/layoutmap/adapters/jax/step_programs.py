@@ -18,25 +18,25 @@ from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.adapters.fingerprints import hash_lowered_step, iterate_versions
-from layoutmap.adapters.jax.contexts import find_context
+from layoutmap.adapters.jax.contexts import find_scope_context
 from layoutmap.adapters.jax.later_arrays import (
     ArrayShape,
-    check_same_mesh,
+    check_mesh_of_layout_map,
     find_rule_shardings,
     list_result_paths,
-    warn_of_missing_rule,
+    warn_of_large_array_without_rule,
 )
-from layoutmap.adapters.jax.microbatches import find_consecutive_splits
+from layoutmap.adapters.jax.microbatches import find_microbatches_of_consecutive_rows
 from layoutmap.adapters.jax.nnx_types import is_nnx_object, is_nnx_optimizer
-from layoutmap.adapters.jax.objects import find_changed_arrays, rebuild_objects
+from layoutmap.adapters.jax.objects import find_arrays_to_write_back, rebuild_nnx_objects
 from layoutmap.adapters.jax.outputs import InputLeaf, Subtree, Tree, choose_result_shardings
-from layoutmap.adapters.jax.private import are_same_types, is_comparable_array
+from layoutmap.adapters.jax.private import are_equal_types_and_shardings, has_private_sharding
 from layoutmap.adapters.jax.pytrees import flatten_with_paths
 from layoutmap.adapters.jax.step_arguments import (
     NUMBERS,
     ArgumentKey,
-    CallVariant,
     FlatArguments,
+    StaticCallPart,
     StepCall,
     StepOptions,
     find_constant_leaves,
@@ -63,19 +63,19 @@ from layoutmap.engines.jax.padded import (
 from layoutmap.engines.jax.trees import move_to_memory
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)
-Signature = tuple[CallVariant, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
+Signature = tuple[StaticCallPart, tuple[jax.core.ShapedArray, ...], tuple[Any, ...], frozenset[int]]
 """The key of a program: the static part, the types and shardings of arrays, and which arrays JAX places."""
 
 _MAX_NON_BATCH = 1024  # a larger array outside the mesh may be a batch, so warn if it is replicated
 _MAY_TRACE = ContextVar("_MAY_TRACE", default=False)
 
 
-class UnknownCallError(Exception):
+class UnrecognizedCallError(Exception):
     """Raised instead of tracing a step again, if JAX does not recognize the arguments of a call."""
 
 
 @contextmanager
-def allow_traces() -> Iterator[None]:
+def allow_tracing() -> Iterator[None]:
     """Return a context in which JAX may trace programs, and in which the mesh of `jax.set_mesh` is not set."""
     token = _MAY_TRACE.set(True)
     try:
@@ -89,7 +89,7 @@ def allow_traces() -> Iterator[None]:
 # `jax.jit` flattens trees faster than Python does, so a program takes the arguments themselves. It takes their leaves
 # only if these include constants or padded arrays, because `jax.jit` refuses both (decisions/0285).
 class StepProgram:
-    """Store a step that is compiled for certain shapes and layouts. It takes the arguments or their leaves."""
+    """Store a step that is compiled for certain shapes and layouts. It takes the arguments, or only their leaves."""
 
     shardings: Sequence[NamedSharding]  # sharding of each leaf
     donated: Sequence[bool]
@@ -114,7 +114,7 @@ class StepProgram:
 
 # Checking arguments takes longer than a small step, so first compare a call with earlier ones (decisions/0270).
 class KnownCall:
-    """Store the properties that identify a call with checked arguments, and its program.
+    """Store an earlier call with checked arguments: its program, and the properties that an equal call has.
 
     Args:
         arguments: The arguments of the call.
@@ -129,11 +129,11 @@ class KnownCall:
         self.head, self.types, self._tree = arguments.head, arguments.types, arguments.tree
         self._constants = {n for n, *_ in call.variant.constants}
         self._others = [
-            (n, _make_leaf_key(leaf, n in self._constants))
+            (n, _make_leaf_comparison_key(leaf, n in self._constants))
             for n, leaf in enumerate(arguments.leaves)
-            if n in self._constants or not is_comparable_array(leaf)
+            if n in self._constants or not has_private_sharding(leaf)
         ][::-1]
-        arrays = [leaf for leaf in arguments.leaves if is_comparable_array(leaf)]
+        arrays = [leaf for leaf in arguments.leaves if has_private_sharding(leaf)]
         self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
         self.variant, self.program, self.to_place = call.variant, program, to_place
         self.kind: type[jax.Array] = type(arrays[0]) if arrays else jax.Array
@@ -150,7 +150,7 @@ class KnownCall:
         if self._others:
             arrays = [*leaves]
             for n, description in self._others:
-                if _make_leaf_key(leaves[n], n in self._constants) != description:
+                if _make_leaf_comparison_key(leaves[n], n in self._constants) != description:
                     return None
                 del arrays[n]
                 if hasattr(leaf := unwrap_padded_array(leaves[n]), "is_deleted"):
@@ -159,7 +159,7 @@ class KnownCall:
                 leaves = [
                     unwrap_padded_array(leaf) for n, leaf in enumerate(leaves) if n not in self._constants
                 ]
-        if not are_same_types(arrays, self._avals, self._shardings):
+        if not are_equal_types_and_shardings(arrays, self._avals, self._shardings):
             return None
         if others:
             if any(each.is_deleted() for each in others):
@@ -168,7 +168,7 @@ class KnownCall:
         return leaves, len({*map(id, arrays)}) < len(arrays)
 
 
-def _make_leaf_key(leaf: Any, is_constant: bool) -> object:
+def _make_leaf_comparison_key(leaf: Any, is_constant: bool) -> object:
     """Return a value that is equal for equal constants, and for arrays of equal types and shardings."""
     if is_constant:
         return type(leaf), leaf
@@ -177,7 +177,7 @@ def _make_leaf_key(leaf: Any, is_constant: bool) -> object:
     return type(leaf), getattr(leaf, "shape", None), *(getattr(value, name, None) for name in names)
 
 
-def _can_take_any_leaf(tree: Tree) -> bool:
+def _can_have_any_leaves(tree: Tree) -> bool:
     """Return whether a tree can be rebuilt with shardings as leaves. Classes that check their fields prevent it."""
     try:
         tree.unflatten([object()] * tree.num_leaves)
@@ -186,15 +186,15 @@ def _can_take_any_leaf(tree: Tree) -> bool:
     return True
 
 
-def _is_on_mesh(sharding: Any, native: jax.sharding.Mesh) -> bool:
+def _has_mesh_sharding(sharding: Any, native_mesh: jax.sharding.Mesh) -> bool:
     """Return whether a sharding has several devices, or is a `NamedSharding` if the mesh has a single device."""
     if sharding is None:
         return False
-    return len(sharding.device_set) > 1 or (native.size == 1 and isinstance(sharding, NamedSharding))
+    return len(sharding.device_set) > 1 or (native_mesh.size == 1 and isinstance(sharding, NamedSharding))
 
 
 class StepPrograms:
-    """Store the compiled programs of a step by the shapes and layouts of its arguments, and compile missing ones.
+    """Store the programs of a step, one for each set of shapes and layouts of its arguments. Compile missing ones.
 
     Args:
         options: The step and its options.
@@ -207,13 +207,13 @@ class StepPrograms:
         self.by_signature: dict[Signature, StepProgram] = {}
 
     def find_or_compile(self, call: StepCall, types: tuple[type, ...]) -> tuple[StepProgram, dict[int, bool]]:
-        """Return the program for a call. For each leaf to place before it runs, return whether the leaf is a batch."""
+        """Return the program for a call, and a dict from leaves to place before it runs to whether they are batches."""
         self._options.check_arguments(call)
         self._options.check_donations(call, call.leaves)
-        names, owners = call.list_names_and_owners()
-        mesh, native = self.find_call_mesh(names, call.leaves)
+        names, owners = call.list_leaf_names_and_owners()
+        mesh, native_mesh = self.find_call_mesh(names, call.leaves)
         num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
-        by_rule = self._find_shardings_by_rule(call, names, owners, native)
+        by_rule = self._find_shardings_by_rule(call, names, owners, native_mesh)
         off_mesh, to_place, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
         short = dict[int, Shape]()  # logical shapes of batches with uneven shards
         shardings: list[Any] = [getattr(leaf, "sharding", None) for leaf in call.leaves]
@@ -222,25 +222,25 @@ class StepPrograms:
                 self._options.raise_non_array_leaf_error(names[n], leaf)
             if n in by_rule:
                 shardings[n], to_place[n] = by_rule[n], False
-            elif not _is_on_mesh(sharding, native):
+            elif not _has_mesh_sharding(sharding, native_mesh):
                 is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
                 is_batch = not is_of_object and (
                     (
                         self._options.batches is None
-                        and not native.is_multi_process
+                        and not native_mesh.is_multi_process
                         and _has_random_key_per_row(leaf, num_rows)
                     )
                     or self._is_batch(call.variant.keys[owners[n]], leaf, names[n], mesh)
                 )
-                if is_batch and self._is_uneven(mesh, native, np.shape(leaf), names[n]):
+                if is_batch and self._needs_batch_padding(mesh, native_mesh, np.shape(leaf), names[n]):
                     short[n] = np.shape(leaf)
                 dims = [self._options.batch_dim if is_batch else None] * min(rank, 1) + [None] * (rank - 1)
-                shardings[n], off_mesh[n] = NamedSharding(native, PartitionSpec(*dims)), is_batch
-                if native.is_multi_process or isinstance(leaf, jax.Array) or is_of_object or n in short:
+                shardings[n], off_mesh[n] = NamedSharding(native_mesh, PartitionSpec(*dims)), is_batch
+                if native_mesh.is_multi_process or isinstance(leaf, jax.Array) or is_of_object or n in short:
                     to_place[n] = is_batch
             # `jax.jit` places these leaves itself, so they are traced without a sharding.
             is_placed_by_jit = n in off_mesh and n not in to_place
-            shapes.append(make_shape_struct(leaf, None if is_placed_by_jit else shardings[n]))
+            shapes.append(make_padded_shape_struct(leaf, None if is_placed_by_jit else shardings[n]))
         if short:
             padded = (*call.variant.padded, *short.items())
             call = StepCall(call.variant._replace(padded=padded), call.leaves, call.objects)
@@ -254,17 +254,17 @@ class StepPrograms:
                 is_donated = call.variant.keys[owner] in self._options.donate
                 kept = shardings[n] if is_donated or owner in with_layouts else None
                 inputs.append(InputLeaf(name, logical.get(n) or shape.shape, kept, is_donated))
-            program = self._compile_program(call, inputs, owners, shardings, shapes, native)
+            program = self._compile_program(call, inputs, owners, shardings, shapes, native_mesh)
             if any(
                 s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _MAX_NON_BATCH))
                 for n, s in enumerate(shapes)
             ):
                 self._warn_of_idle_dims(mesh, shardings, program, shapes)
-            if native.is_multi_process:
+            if native_mesh.is_multi_process:
                 # On CPUs, a step that still runs and the gather below could deadlock, so wait for the step.
                 jax.block_until_ready(call.leaves)
                 gather = functools.partial(get_engine("jax").gather_from_processes, mesh=mesh)
-                with allow_traces():
+                with allow_tracing():
                     lowered = hash_lowered_step(
                         self._options.name, program.compiled.lower(*program.make_arguments(shapes))
                     )
@@ -279,45 +279,47 @@ class StepPrograms:
         owners: Sequence[int],
         shardings: Sequence[NamedSharding],
         shapes: Sequence[jax.ShapeDtypeStruct],
-        native: jax.sharding.Mesh,
+        native_mesh: jax.sharding.Mesh,
     ) -> StepProgram:
         """Trace the step for these shapes and shardings, and choose the shardings of its results."""
         options, variant = self._options, call.variant
         structure = call.objects.structure if call.objects is not None else None
         object_leaves = [n for n, owner in enumerate(owners) if owner in variant.nodes]
-        has_tree = not (variant.constants or variant.padded or options.layout_map) and _can_take_any_leaf(
+        has_tree = not (variant.constants or variant.padded or options.layout_map) and _can_have_any_leaves(
             variant.tree
         )
         values_tree = variant.tree if has_tree else None
         program = StepProgram(shardings, [each.is_donated for each in inputs], object_leaves, values_tree)
 
-        def run_on_leaves(*stored: Any) -> tuple[Tree, dict[int, object]]:
+        def call_with_leaves(*stored: Any) -> tuple[Tree, dict[int, object]]:
             if not _MAY_TRACE.get():
-                raise UnknownCallError
+                raise UnrecognizedCallError
             # JAX refuses operands in different memories, so move all to the device (decisions/0264).
             leaves = [move_to_memory(each, "device") for each in jax.tree.leaves(stored)]
             values, old_arrays = variant.rebuild_arguments(leaves), [leaves[n] for n in object_leaves]
-            opened = rebuild_objects(structure, old_arrays) if variant.nodes else ()
+            opened = rebuild_nnx_objects(structure, old_arrays) if variant.nodes else ()
             for n, value in (
                 *zip(variant.nodes, opened, strict=True),
                 *((n, x) for n, _, x in variant.static),
             ):
                 values[n] = value
-            count = variant.num_positional
+            count = variant.num_positional_arguments
             named = dict(zip(map(str, variant.keys[count:]), values[count:], strict=True))
-            with use_mesh(native):
+            with use_mesh(native_mesh):
                 out = options.function(*values[:count], **named)
-            _check_no_nnx_results(options.name, out)
+            _check_results_have_no_nnx_objects(options.name, out)
             found, program.tree = jax.tree.flatten(out)
             program.constants = find_constant_leaves(program.tree, dict(enumerate(found)))
-            program.has_result_tree = has_tree and not program.constants and _can_take_any_leaf(program.tree)
+            program.has_result_tree = (
+                has_tree and not program.constants and _can_have_any_leaves(program.tree)
+            )
             arrays = [leaf for n, leaf in enumerate(found) if n not in program.constants]
             changed_from = [inputs[n] for n in object_leaves]
-            return out if program.has_result_tree else arrays, find_changed_arrays(
+            return out if program.has_result_tree else arrays, find_arrays_to_write_back(
                 structure, opened, old_arrays, changed_from
             ) if variant.nodes else {}
 
-        run_on_leaves.__name__ = run_on_leaves.__qualname__ = self._options.name
+        call_with_leaves.__name__ = call_with_leaves.__qualname__ = self._options.name
         donate = [n for n, key in enumerate(variant.keys) if key in options.donate]
         if not has_tree:
             donate = [n for n, each in enumerate(inputs) if each.is_donated]
@@ -327,16 +329,16 @@ class StepPrograms:
             for n, each in enumerate(shapes)
         ]
         # JAX caches this trace, so compiling does not trace the step again.
-        with allow_traces():
-            traced = jax.jit(run_on_leaves, donate_argnums=donate).trace(*program.make_arguments(logical))
-        self._warn_of_consecutive_splits(traced.jaxpr.jaxpr, inputs, shardings)
+        with allow_tracing():
+            traced = jax.jit(call_with_leaves, donate_argnums=donate).trace(*program.make_arguments(logical))
+        self._warn_of_microbatches_of_consecutive_rows(traced.jaxpr.jaxpr, inputs, shardings)
         out, changed = traced.out_info
         arrays = jax.tree.leaves(out)
         results = rebuild_tree(program.tree, dict.fromkeys(program.constants), arrays)
         arguments = self._list_replaceable_arguments(variant)
         chosen = choose_result_shardings(results, traced.jaxpr.jaxpr, inputs, arguments)
         if options.layout_map is not None:
-            self._choose_result_shardings_by_rule(options.layout_map, results, chosen, native)
+            self._add_result_shardings_by_rule(options.layout_map, results, chosen, native_mesh)
         kept = {n: shardings[object_leaves[n]] for n in changed}
         program.result_shardings = program.tree.unflatten(chosen) if program.has_result_tree else chosen, kept
         of_results, of_changed = dict(enumerate(arrays)), dict(changed)
@@ -350,31 +352,31 @@ class StepPrograms:
         )
 
         # JAX passes only even shards to a program and back, so slice the padding off inside (decisions/0230).
-        def run_with_padding(*stored: Any) -> tuple[Tree, dict[int, object]]:
+        def call_with_padded_leaves(*stored: Any) -> tuple[Tree, dict[int, object]]:
             leaves = (unpad_array(each, padded[n]) if n in padded else each for n, each in enumerate(stored))
-            results = run_on_leaves(*leaves)
+            results = call_with_leaves(*leaves)
             for made, shapes in zip(results, padded_results, strict=True):
                 for n, shape in shapes.items():
                     made[n] = pad_array(made[n], shape)
             return results
 
-        run_with_padding.__name__ = run_with_padding.__qualname__ = self._options.name
+        call_with_padded_leaves.__name__ = call_with_padded_leaves.__qualname__ = self._options.name
         program.compiled = jax.jit(
-            run_with_padding if padded else run_on_leaves,
+            call_with_padded_leaves if padded else call_with_leaves,
             in_shardings=tuple(program.make_arguments(shardings)),
             out_shardings=program.result_shardings,
             donate_argnums=donate,
         )
         return program
 
-    def _warn_of_consecutive_splits(
+    def _warn_of_microbatches_of_consecutive_rows(
         self, jaxpr: Jaxpr, inputs: Sequence[InputLeaf], shardings: Sequence[NamedSharding]
     ) -> None:
         """Warn if a scan iterates over microbatches of consecutive rows, which few devices store."""
         sizes = shardings[0].mesh.shape if shardings else {}
         dims = {dim for dim in list_batch_dims(self._options.batch_dim) if sizes[dim] > 1}
         sharded = [n for n, each in enumerate(shardings) if dims & {*jax.tree.leaves(tuple(each.spec[:1]))}]
-        for number, count in find_consecutive_splits(jaxpr, sharded):
+        for number, count in find_microbatches_of_consecutive_rows(jaxpr, sharded):
             name, rows = inputs[number].name, inputs[number].shape[0]
             warning = LayoutMapWarning(
                 f"{self._options.name}: a scan goes over {count} microbatches of {name}, and each "
@@ -386,7 +388,7 @@ class StepPrograms:
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel())
 
-    def _list_replaceable_arguments(self, variant: CallVariant) -> list[Subtree]:
+    def _list_replaceable_arguments(self, variant: StaticCallPart) -> list[Subtree]:
         """Return the arguments that results can replace: all but static ones and nnx objects, in order."""
         leaves = range(variant.tree.num_leaves - len(variant.constants))
         values = variant.rebuild_arguments(leaves, with_constants=False)
@@ -400,7 +402,7 @@ class StepPrograms:
         return [place for _, place in sorted(found, key=lambda each: each[0])]
 
     def find_call_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
-        """Return the mesh of a call's arrays, as an object of layoutmap and of JAX."""
+        """Return the mesh of a call's arrays, as a `Mesh` of layoutmap and as a mesh of JAX."""
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
         for name, leaf in zip(names, leaves, strict=True):
             layout = get_engine("jax").get_layout(leaf)
@@ -417,41 +419,41 @@ class StepPrograms:
                 )
         layout_map = self._options.layout_map
         if first is None and layout_map is not None and (mesh := layout_map.mesh) is not None:
-            native = get_engine("jax").make_native_layout(Layout.replicated(mesh, 0), 0).mesh
-            first = "layout_map", native, mesh
+            native_mesh = get_engine("jax").make_native_layout(Layout.replicated(mesh, 0), 0).mesh
+            first = "layout_map", native_mesh, mesh
         if first is None:
             raise LayoutError(
                 f"{self._options.name}: no argument has a layout",
                 why="a step runs on the mesh of its arguments, but none of them is on a mesh",
                 fix="build the parameters with layout_map.build(..), or shard them: layout_map.apply(params)",
             )
-        _, native, mesh = first
+        _, native_mesh, mesh = first
         check_dims_in_mesh(
             f"{self._options.name}: batch_dim", self._options.batch_dim, mesh, "batches are sharded over it"
         )
-        return mesh, native
+        return mesh, native_mesh
 
     # Rules are looked up only when a step is compiled, so that later calls take no time for it (decisions/0265).
     def _find_shardings_by_rule(
-        self, call: StepCall, names: Sequence[str], owners: Sequence[int], native: jax.sharding.Mesh
+        self, call: StepCall, names: Sequence[str], owners: Sequence[int], native_mesh: jax.sharding.Mesh
     ) -> dict[int, NamedSharding]:
-        """Return shardings, by position, for leaves without a layout in arguments to which rules apply.
+        """Return a dict from positions to shardings, for leaves without a layout in arguments to which rules apply.
 
         A leaf that a rule matches gets the rule's sharding, and the other leaves of its argument are replicated.
         """
         options, found, others = self._options, dict[int, NamedSharding](), dict[int, int]()
         if options.layout_map is not None:
-            check_same_mesh(options.name, options.layout_map, native)
+            check_mesh_of_layout_map(options.name, options.layout_map, native_mesh)
         variant, known = call.variant, dict(enumerate(options.parameters))
         values = variant.rebuild_arguments(call.leaves, with_constants=False)
         paths = [parts for parts, _ in flatten_with_paths(values)]
         for n, (leaf, owner) in enumerate(zip(call.leaves, owners, strict=True)):
-            if _is_on_mesh(getattr(leaf, "sharding", None), native):
+            if _has_mesh_sharding(getattr(leaf, "sharding", None), native_mesh):
                 continue
             key, layout_map = variant.keys[owner], options.layout_map
             if call.objects is not None and owner in variant.nodes:
                 node, path = call.objects.get_object(variant.nodes.index(owner)), names[n]
-                if layout_map is None and (context := find_context(node)) is not None:
+                if layout_map is None and (context := find_scope_context(node)) is not None:
                     layout_map = context.layout_map
                 layout_map = None if is_nnx_optimizer(node) else layout_map
             else:
@@ -459,33 +461,35 @@ class StepPrograms:
                 layout_map = None if options.batches and key in options.batches else layout_map
             if layout_map is None:
                 continue
-            by_rule = find_rule_shardings(layout_map, {path: leaf}, native) if np.ndim(leaf) else {}
+            by_rule = find_rule_shardings(layout_map, {path: leaf}, native_mesh) if np.ndim(leaf) else {}
             if by_rule:
                 found[n] = by_rule[path]
                 continue
             others[n] = owner
             if isinstance(leaf, jax.Array) and layout_map is options.layout_map:
-                self._warn_of_missing_rule_once(path, leaf, "is replicated on the mesh")
+                self._warn_once_of_array_without_rule(path, leaf, "is replicated on the mesh")
         ruled = {owners[n] for n in found}
         replicated = {n: [None] * np.ndim(call.leaves[n]) for n, owner in others.items() if owner in ruled}
-        return found | {n: NamedSharding(native, PartitionSpec(*specs)) for n, specs in replicated.items()}
+        return found | {
+            n: NamedSharding(native_mesh, PartitionSpec(*specs)) for n, specs in replicated.items()
+        }
 
-    def _choose_result_shardings_by_rule(
-        self, layout_map: RuleLookup, results: object, chosen: list[object], native: jax.sharding.Mesh
+    def _add_result_shardings_by_rule(
+        self, layout_map: RuleLookup, results: object, chosen: list[object], native_mesh: jax.sharding.Mesh
     ) -> None:
-        """Store in `chosen` the rules' shardings for named results that replace no argument."""
+        """Store in `chosen` the shardings that rules give to named results without a sharding."""
         out_names = self._options.out_names
         paths = list_result_paths(self._options.name, out_names, results)
         for n, (path, leaf) in enumerate(zip(paths, jax.tree.leaves(results), strict=True)):
             if path and chosen[n] is None:
-                chosen[n] = find_rule_shardings(layout_map, {path: leaf}, native).get(path)
+                chosen[n] = find_rule_shardings(layout_map, {path: leaf}, native_mesh).get(path)
                 if chosen[n] is None and out_names is not None:
-                    self._warn_of_missing_rule_once(path, leaf, "XLA chooses its layout")
+                    self._warn_once_of_array_without_rule(path, leaf, "XLA chooses its layout")
 
-    def _warn_of_missing_rule_once(self, path: str, array: ArrayShape, consequence: str) -> None:
+    def _warn_once_of_array_without_rule(self, path: str, array: ArrayShape, consequence: str) -> None:
         if path not in self._warned:
             self._warned.add(path)
-            warn_of_missing_rule(self._options.name, path, array, consequence)
+            warn_of_large_array_without_rule(self._options.name, path, array, consequence)
 
     def _is_batch(self, key: ArgumentKey, leaf: Any, name: str, mesh: Mesh) -> bool:
         """Return whether a leaf without a layout is a batch, and warn if a large array is not."""
@@ -505,13 +509,15 @@ class StepPrograms:
         return False
 
     # A step slices the padding off inside the program, which JAX refuses along explicit axes (decisions/0295).
-    def _is_uneven(self, mesh: Mesh, native: jax.sharding.Mesh, shape: tuple[int, ...], name: str) -> bool:
-        """Return whether a batch must be padded. In several processes it is not, because JAX checks their rows.
+    def _needs_batch_padding(
+        self, mesh: Mesh, native_mesh: jax.sharding.Mesh, shape: tuple[int, ...], name: str
+    ) -> bool:
+        """Return whether a batch needs padding. With several processes it does not, because JAX checks their rows.
 
         Raises:
             LayoutError: The shards are uneven, and the mesh has explicit axes.
         """
-        if not shape or self._options.batch_dim is None or native.is_multi_process:
+        if not shape or self._options.batch_dim is None or native_mesh.is_multi_process:
             return False
         layout = Layout.batch_sharded(mesh, self._options.batch_dim, len(shape))
         size = count_batch_shards(self._options.batch_dim, mesh)
@@ -543,9 +549,9 @@ class StepPrograms:
         used.update(list_batch_dims(self._options.batch_dim))
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
         if idle:  # lower only if a dim may be idle, because it takes time
-            with allow_traces():
+            with allow_tracing():
                 lines = program.compiled.lower(*program.make_arguments(shapes)).as_text().splitlines()
-            # Shardy writes the names of used dims. GSPMD writes only device numbers, so then warn of no dim.
+            # Shardy writes the names of used dims. GSPMD writes only device numbers, so do not warn with GSPMD.
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
         if idle:
@@ -555,7 +561,7 @@ class StepPrograms:
             warnings.warn(warning, stacklevel=find_user_stacklevel())
 
 
-def _check_no_nnx_results(name: str, out: object) -> None:
+def _check_results_have_no_nnx_objects(name: str, out: object) -> None:
 
     for path, leaf in jax.tree_util.tree_flatten_with_path(out, is_leaf=is_nnx_object)[0]:
         if is_nnx_object(leaf):
@@ -568,7 +574,7 @@ def _check_no_nnx_results(name: str, out: object) -> None:
 
 
 def _find_padded_shapes(shapes: Mapping[int, Any], shardings: Mapping[int, Any]) -> dict[int, Shape]:
-    """Return the padded shapes of the results with uneven shards, by their position."""
+    """Return a dict from the positions of results with uneven shards to their padded shapes."""
     found = {
         n: compute_padded_shape(each.shape, shardings[n])
         for n, each in shapes.items()
@@ -582,14 +588,14 @@ def _has_random_key_per_row(leaf: Any, num_rows: Set[int]) -> bool:
     return isinstance(leaf, jax.Array) and is_random_key(leaf) and leaf.ndim > 0 and leaf.shape[0] in num_rows
 
 
-def make_shape_struct(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+def make_padded_shape_struct(leaf: object, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     """Return a leaf's padded shape, dtype, and sharding as a `ShapeDtypeStruct`, which has no values."""
     aval = jax.typeof(leaf)
     shape = aval.shape if sharding is None else compute_padded_shape(aval.shape, sharding)
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
-def place_leaf(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array:
+def place_leaf_on_mesh(leaf: object, sharding: NamedSharding, is_batch: bool) -> jax.Array:
     """Put a leaf on the mesh, and pad uneven batches. A number becomes a weakly typed array, as in JAX."""
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else jnp.asarray(leaf)
     shape = (

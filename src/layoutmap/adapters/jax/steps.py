@@ -11,7 +11,7 @@ from typing import Any, overload
 import jax
 import numpy as np
 
-from layoutmap.adapters.jax.private import has_only_distinct_arrays
+from layoutmap.adapters.jax.private import has_only_distinct_live_arrays
 from layoutmap.adapters.jax.step_arguments import (
     ArgumentReader,
     FlatArguments,
@@ -19,16 +19,16 @@ from layoutmap.adapters.jax.step_arguments import (
     StepOptions,
     split_arguments,
 )
-from layoutmap.adapters.jax.step_changes import ProgramKey, describe_change
+from layoutmap.adapters.jax.step_changes import CompiledArguments, describe_first_difference
 from layoutmap.adapters.jax.step_programs import (
     ARRAYS,
     KnownCall,
     Signature,
     StepPrograms,
-    UnknownCallError,
-    allow_traces,
-    make_shape_struct,
-    place_leaf,
+    UnrecognizedCallError,
+    allow_tracing,
+    make_padded_shape_struct,
+    place_leaf_on_mesh,
 )
 from layoutmap.adapters.protocol import RuleLookup
 from layoutmap.core.specs import BatchDim
@@ -164,18 +164,18 @@ class JitStep:
             values = args
             # A call without keywords, static arguments, and nnx objects passes its arguments unchanged to the program.
             if kwargs or direct.types != [*map(type, args)]:
-                read = self._reader.read_values(args, kwargs)
+                read = self._reader.read_arguments(args, kwargs)
                 values = read.values if read.head == direct.head else None
-            if values is not None and has_only_distinct_arrays(values, direct.kind):
+            if values is not None and has_only_distinct_live_arrays(values, direct.kind):
                 try:
                     out, changed = direct.program.compiled(*values)
-                except (UnknownCallError, ValueError):  # nothing has run yet, so handle the call below
+                except (UnrecognizedCallError, ValueError):  # nothing has run yet, so handle the call below
                     pass
                 else:
                     if read is not None and read.objects is not None:
                         read.objects.write_arrays(changed)
                     return direct.program.rebuild_results(out, direct.program.constants)
-        arguments = (read or self._reader.read_values(args, kwargs)).flatten()
+        arguments = (read or self._reader.read_arguments(args, kwargs)).flatten_arguments()
         for known in self._known_calls:
             matched = known.match_arguments(arguments)
             if matched is not None:
@@ -204,31 +204,31 @@ class JitStep:
             args: Arguments of the step. `jax.ShapeDtypeStruct` may stand for arrays.
             kwargs: Arguments by name.
         """
-        call = split_arguments(self._reader.read_leaves(args, kwargs))
+        call = split_arguments(self._reader.read_flat_arguments(args, kwargs))
         program, _ = self._programs.find_or_compile(call, (*ARRAYS, jax.ShapeDtypeStruct))
         variant = call.variant
 
-        def assemble_results(out: object, changed: object) -> object:
+        def rebuild_results_and_changes(out: object, changed: object) -> object:
             out = program.rebuild_results(out, dict.fromkeys(program.constants))
             return (out, changed) if variant.nodes else out
 
-        def run_on_arguments(*args: object, **kwargs: object) -> object:
+        def call_program_with_arguments(*args: object, **kwargs: object) -> object:
             leaves = program.make_arguments(jax.tree.leaves((args, kwargs)))
-            return assemble_results(*program.compiled.__wrapped__(*leaves))
+            return rebuild_results_and_changes(*program.compiled.__wrapped__(*leaves))
 
-        run_on_arguments.__name__ = run_on_arguments.__qualname__ = self._options.name
-        shapes = map(make_shape_struct, call.leaves, program.shardings)
+        call_program_with_arguments.__name__ = call_program_with_arguments.__qualname__ = self._options.name
+        shapes = map(make_padded_shape_struct, call.leaves, program.shardings)
         values = zip(variant.keys, variant.rebuild_arguments(shapes, with_constants=False), strict=True)
         dynamic = [(key, value) for key, value in values if key not in self._options.static]
         positions = [key for key, _ in dynamic if isinstance(key, int)]
         named = {key: value for key, value in dynamic if isinstance(key, str)}
         compiled = jax.jit(
-            run_on_arguments,
-            out_shardings=assemble_results(*program.result_shardings),
+            call_program_with_arguments,
+            out_shardings=rebuild_results_and_changes(*program.result_shardings),
             donate_argnums=[n for n, key in enumerate(positions) if key in self._options.donate],
             donate_argnames=[key for key in named if key in self._options.donate],
         )
-        with allow_traces():
+        with allow_tracing():
             return compiled.lower(*(value for _, value in dynamic[: len(positions)]), **named)
 
     def explain(self, *args: object, **kwargs: object) -> Any:
@@ -250,12 +250,12 @@ class JitStep:
             >>> sorted({each.kind for each in explanation.collectives}), explanation.recompilations
             (['all_reduce'], ())
         """
-        call = split_arguments(self._reader.read_leaves(args, kwargs))
+        call = split_arguments(self._reader.read_flat_arguments(args, kwargs))
         program, _ = self._programs.find_or_compile(call, (*ARRAYS, jax.ShapeDtypeStruct))
-        names, _ = call.list_names_and_owners()
+        names, _ = call.list_leaf_names_and_owners()
         mesh, _ = self._programs.find_call_mesh(names, call.leaves)
-        with allow_traces():
-            shapes = [*map(make_shape_struct, call.leaves, program.shardings)]
+        with allow_tracing():
+            shapes = [*map(make_padded_shape_struct, call.leaves, program.shardings)]
             traced = program.compiled.trace(*program.make_arguments(shapes))
         names = list(map(self._options.format_argument_name, names))
         leaves = tuple(program.make_arguments(range(len(names))))
@@ -264,38 +264,40 @@ class JitStep:
         batches = {
             name for name, leaf in zip(names, call.leaves, strict=True) if engine.get_layout(leaf) is None
         }
-        keys = list(map(self._make_program_key, self._programs.by_signature))
-        changes = [describe_change(before, after) for before, after in pairwise(keys)]
+        keys = list(map(self._describe_compiled_arguments, self._programs.by_signature))
+        changes = [describe_first_difference(before, after) for before, after in pairwise(keys)]
         # Import by name, because this package must not depend on the higher package `cost`.
         return import_module("layoutmap.cost.entry").explain_step(
             self._options.name, traced, names, paths, list(map(np.shape, call.leaves)), batches, mesh, changes
         )
 
-    def _make_program_key(self, signature: Signature) -> ProgramKey:
+    def _describe_compiled_arguments(self, signature: Signature) -> CompiledArguments:
         """Return the properties of the arguments for which a program was compiled, with names for messages."""
         variant, avals, shardings, _ = signature
-        names, _ = StepCall(variant, [*range(len(avals))]).list_names_and_owners()
+        names, _ = StepCall(variant, [*range(len(avals))]).list_leaf_names_and_owners()
         static = [(f"argument {variant.keys[n]!r}", value) for n, _, value in variant.static]
         static += [(f"leaf {n}", value) for n, _, value in variant.constants]
         types = [(aval.shape, aval.dtype) for aval in avals]
-        return ProgramKey(list(map(self._options.format_argument_name, names)), types, shardings, static)
+        return CompiledArguments(
+            list(map(self._options.format_argument_name, names)), types, shardings, static
+        )
 
     def _run_program(
-        self, known: KnownCall, arguments: FlatArguments, leaves: list[Any], may_repeat: bool
+        self, known: KnownCall, arguments: FlatArguments, leaves: list[Any], may_have_duplicates: bool
     ) -> object:
         """Run the program of a call, update the nnx objects, and return the results of the step."""
         program, objects = known.program, arguments.objects
         if known.to_place:
             leaves = [*leaves]
             for n, is_batch in known.to_place.items():
-                leaves[n] = place_leaf(leaves[n], program.shardings[n], is_batch)
+                leaves[n] = place_leaf_on_mesh(leaves[n], program.shardings[n], is_batch)
             if objects is not None:  # write the placed arrays back, so that the next call need not place them
                 placed = {at: leaves[n] for at, n in enumerate(program.object_leaves) if n in known.to_place}
                 objects.write_arrays(placed)
-        if may_repeat:
+        if may_have_duplicates:
             call = StepCall(known.variant, leaves, objects)
             self._options.check_donations(call, leaves, program.donated)
-        with allow_traces():
+        with allow_tracing():
             results = out, changed = program.compiled(*program.make_arguments(leaves))
         for made, shapes in zip(results, program.logical_results, strict=True):
             for n, shape in shapes.items():

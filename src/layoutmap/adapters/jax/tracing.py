@@ -25,11 +25,11 @@ from layoutmap.adapters.jax.private import shorten_error_messages
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer, InitializerProgram
 from layoutmap.engines.jax.ambient import use_mesh
-from layoutmap.engines.jax.meshless import remove_mesh
+from layoutmap.engines.jax.meshless import remove_mesh_from_program
 from layoutmap.engines.jax.padded import PaddedArray
 from layoutmap.engines.jax.programs import (
-    explain_no_shards,
-    is_ref,
+    explain_why_sharding_changes_values,
+    is_mutable_ref,
     leave_program_context,
     make_closed_jaxpr,
 )
@@ -39,7 +39,7 @@ _MAX_PRECOMPUTED_SIZE = 1024
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is a numeric array of JAX or numpy, or the shape of a planned one."""
+    """Return whether a value is a numeric array of JAX or numpy, or the `ShapeDtypeStruct` of a planned one."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)
     return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, PaddedArray))
@@ -76,7 +76,7 @@ def trace_build_function(
 
     try:
         with leave_program_context(), shorten_error_messages(), use_mesh(mesh):
-            closed = remove_mesh(jax.make_jaxpr(list_traced_arrays)())
+            closed = remove_mesh_from_program(jax.make_jaxpr(list_traced_arrays)())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
             "the function that creates the model reads the value of an array that it computes",
@@ -122,7 +122,7 @@ class TracedArray:
         """The element type."""
         return self.result.aval.dtype
 
-    def explain_global_init(self) -> str:
+    def explain_why_initialized_unsharded(self) -> str:
         """Return why one device must compute the whole array, or an empty string if shards can be computed."""
         return "" if self.is_precomputed else self.operations.find_array_program(self.result).global_reason
 
@@ -145,7 +145,7 @@ class TracedArray:
                 return program.compute_array(values)
 
         by_shards = InitializerProgram(program.key, values, program.compute_array)
-        return Initializer(compute_global_value, by_shards, recipe=program.format_text)
+        return Initializer(compute_global_value, by_shards, recipe=program.format_operations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ class _ArrayProgram:
         """Compute the array one operation at a time, as the function itself would."""
         return jaxpr_as_fun(self.closed)(*inputs)[0]
 
-    def format_text(self) -> str:
+    def format_operations(self) -> str:
         return str(self.closed)
 
 
@@ -176,7 +176,7 @@ class TracedOperations:
         # An operation on a Ref depends on all earlier operations on this Ref, so store their indices.
         self._on_refs: dict[Var, list[int]] = {}
         for number, eqn in enumerate(jaxpr.eqns):
-            for var in filter(is_ref, eqn.invars):
+            for var in filter(is_mutable_ref, eqn.invars):
                 self._on_refs.setdefault(var, []).append(number)
         reads = (*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars))
         self._used = {var for var in reads if not isinstance(var, Literal)}
@@ -194,18 +194,18 @@ class TracedOperations:
         """Return whether the value of a variable is computed in advance."""
         return isinstance(var, Literal) or var in self._precomputed
 
-    def get_precomputed_values(self, wanted: Sequence[Var]) -> list[jax.Array]:
+    def get_precomputed_values(self, variables: Sequence[Var]) -> list[jax.Array]:
         """Return the values of literals and precomputed variables."""
         return [
             jnp.asarray(var.val, _get_dtype(var))
             if isinstance(var, Literal)
             else self._precomputed_values[var]
-            for var in wanted
+            for var in variables
         ]
 
     @functools.cached_property
     def _precomputed_values(self) -> dict[Var, jax.Array]:
-        """Values of all precomputed variables. They equal those of the untraced function bit for bit."""
+        """A dict from precomputed variables to their values, which equal those of the untraced function bit for bit."""
         values = {var: self._consts[var] for var in self._consts if var in self._precomputed}
         made = [var for eqn in self._precomputed_eqns for var in eqn.outvars if var in self._used]
         inputs = list(values)
@@ -216,17 +216,17 @@ class TracedOperations:
     def find_array_program(self, result: Var) -> _ArrayProgram:
         """Return the operations that compute a variable from precomputed variables."""
         if result not in self._programs:
-            eqns, needs = self._find_operations(result)
+            eqns, needs = self._find_operations_and_inputs(result)
             inputs = [var for var in needs if var in self._precomputed]
             consts = {var: self._consts[var] for var in needs if var not in self._precomputed}
             closed = make_closed_jaxpr(eqns, inputs, [result], consts)
             key = _make_program_key(closed)
             if key not in self._global_reasons:
-                self._global_reasons[key] = explain_no_shards(closed)
+                self._global_reasons[key] = explain_why_sharding_changes_values(closed)
             self._programs[result] = _ArrayProgram(closed, inputs, key, self._global_reasons[key])
         return self._programs[result]
 
-    def _find_operations(self, result: Var) -> tuple[list[JaxprEqn], list[Var]]:
+    def _find_operations_and_inputs(self, result: Var) -> tuple[list[JaxprEqn], list[Var]]:
         """Return the operations that compute a variable, in order, and the precomputed or constant variables read."""
         numbers: set[int] = set()
         needs: dict[Var, None] = {}
@@ -263,7 +263,7 @@ def _make_program_key(closed: ClosedJaxpr) -> Hashable:
     jaxpr = closed.jaxpr
     numbers: dict[Var, int] = {}
 
-    def describe_variables(variables: Iterable[Var | Literal]) -> tuple[Hashable, ...]:
+    def make_variable_keys(variables: Iterable[Var | Literal]) -> tuple[Hashable, ...]:
         return tuple(
             (v.aval, np.asarray(v.val).tobytes())
             if isinstance(v, Literal)
@@ -272,21 +272,21 @@ def _make_program_key(closed: ClosedJaxpr) -> Hashable:
         )
 
     consts = _IncomparableValue() if closed.consts else None
-    inputs = describe_variables((*jaxpr.constvars, *jaxpr.invars))
+    inputs = make_variable_keys((*jaxpr.constvars, *jaxpr.invars))
     steps = tuple(
         (
             eqn.primitive,
-            describe_variables(eqn.invars),
-            describe_variables(eqn.outvars),
+            make_variable_keys(eqn.invars),
+            make_variable_keys(eqn.outvars),
             tuple(map(_make_hashable, sorted(eqn.params.items()))),
         )
         for eqn in jaxpr.eqns
     )
-    return consts, inputs, steps, describe_variables(jaxpr.outvars)
+    return consts, inputs, steps, make_variable_keys(jaxpr.outvars)
 
 
 class _IncomparableValue:
-    """Replace, in a key, a value that cannot be compared. An instance equals only itself."""
+    """Replace a value that cannot be compared in a key. An instance equals only itself."""
 
 
 def _make_hashable(parameter: tuple[str, object]) -> Hashable:

@@ -15,8 +15,8 @@ import numpy as np
 from layoutmap.adapters.jax import models
 from layoutmap.adapters.jax.models import split_model
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
-from layoutmap.adapters.jax.optimizers import create_state, describe_optimizer
-from layoutmap.adapters.jax.pytrees import ModelParts, format_key
+from layoutmap.adapters.jax.optimizers import create_sharded_optimizer_state, describe_optimizer_variables
+from layoutmap.adapters.jax.pytrees import SplitModel, format_key
 from layoutmap.adapters.jax.steps import JitStep, jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError, shorten_repr
@@ -64,12 +64,12 @@ class TrainState:
     slots = DeprecatedAlias("list_slots")
 
     def list_weights(self) -> dict[str, jax.Array]:
-        """Return the trained arrays by path."""
+        """Return a dict from paths to the trained arrays."""
         values = {leaf.path: leaf.value for leaf in split_model(self.model).leaves}
         return {path: values[path] for path in self.steps.trained}
 
     def list_slots(self) -> dict[str, Variable]:
-        """Return the arrays of the optimizer's state, by the weight's path and the slot's name."""
+        """Return a dict from paths, with the weight's path and the slot's name, to the optimizer's arrays."""
         if self.opt_state is None:
             return {}
         found, tree_def = jax.tree_util.tree_flatten_with_path(self.opt_state)
@@ -117,14 +117,14 @@ def train_with(
     return TrainState(model, forward, loss, optimizer)
 
 
-def unwrap_model(model: object) -> Any:
+def unwrap_train_state(model: object) -> Any:
     """Return the model in a `TrainState`, and any other model unchanged."""
     return model.model if isinstance(model, TrainState) else model
 
 
-def unwrap_and_split(model: object) -> ModelParts:
+def unwrap_and_split(model: object) -> SplitModel:
     """Split a model, or the model in a `TrainState`, into its arrays and a function that rebuilds it."""
-    return split_model(unwrap_model(model))
+    return split_model(unwrap_train_state(model))
 
 
 def replace_arrays(model: object, values: Sequence[object]) -> Any:
@@ -172,12 +172,12 @@ class CompiledSteps:
 
     def compute_outputs(self, batch: object) -> object:
         """Return the model's inference outputs for a batch."""
-        return self._forward(self._read_arrays(), self._place_batch(get_inputs(batch)))
+        return self._forward(self._read_arrays(), self._place_batch(get_batch_inputs(batch)))
 
     def compute_gradients(self, batch: object) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the loss of a batch and the gradient of each weight by path, without changing the model."""
-        weights, others = self._split_weights(self._read_arrays())
-        batch = self._place_batch(split_batch(batch, self._state))
+        """Return the loss of a batch, and a dict from weights' paths to gradients. The model does not change."""
+        weights, others = self._separate_trained_weights(self._read_arrays())
+        batch = self._place_batch(split_into_inputs_and_targets(batch, self._state))
         (loss, _), gradients = self._gradients(weights, others, batch)
         if self._state.policy is not None:
             engine = get_engine("jax")
@@ -189,7 +189,7 @@ class CompiledSteps:
             }
         return loss, gradients
 
-    def run_step(self, batch: object) -> jax.Array:
+    def run_optimizer_step(self, batch: object) -> jax.Array:
         """Run one step of the optimizer, and return the loss before it."""
         state = self._state
         if state.optimizer is None:
@@ -198,10 +198,10 @@ class CompiledSteps:
                 why="a JAX model does not contain its optimizer",
                 fix="pass an optimizer: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
             )
-        weights, others = self._split_weights(self._read_arrays())
+        weights, others = self._separate_trained_weights(self._read_arrays())
         if state.opt_state is None:
-            state.opt_state = _create_optimizer_state(state.optimizer, weights)
-        batch = self._place_batch(split_batch(batch, state))
+            state.opt_state = _create_first_optimizer_state(state.optimizer, weights)
+        batch = self._place_batch(split_into_inputs_and_targets(batch, state))
         weights, others, state.opt_state, loss = self._update(weights, others, state.opt_state, batch)
         new = weights | others
         replace_arrays(state, [new[leaf.path] for leaf in self._parts.leaves])
@@ -210,8 +210,8 @@ class CompiledSteps:
     def _read_arrays(self) -> Arrays:
         return {leaf.path: leaf.value for leaf in split_model(self._state.model).leaves}
 
-    def _split_weights(self, values: Arrays) -> tuple[Arrays, Arrays]:
-        """Return two mappings by path: the trained weights, and all other arrays."""
+    def _separate_trained_weights(self, values: Arrays) -> tuple[Arrays, Arrays]:
+        """Return two dicts from paths to arrays: the trained weights, and all other arrays."""
         weights = {path: values[path] for path in self.trained}
         return weights, {path: value for path, value in values.items() if path not in weights}
 
@@ -254,11 +254,11 @@ class CompiledSteps:
         )
 
 
-def _create_optimizer_state(optimizer: Any, weights: Arrays) -> Any:
+def _create_first_optimizer_state(optimizer: Any, weights: Arrays) -> Any:
     """Create the first state of an optimizer. If weights are padded, create it in their layouts."""
     if not any(isinstance(each, PaddedArray) for each in weights.values()):
         return optimizer.init(weights)
-    found = describe_optimizer(optimizer.init, weights)
+    found = describe_optimizer_variables(optimizer.init, weights)
     mesh = next(iter(found.layouts.values())).mesh
     layouts = [
         found.layouts["", slot.parent]
@@ -266,7 +266,7 @@ def _create_optimizer_state(optimizer: Any, weights: Arrays) -> Any:
         else Layout.replicated(mesh, len(slot.shape))
         for slot in found.slots
     ]
-    return create_state(optimizer.init, weights, layouts)
+    return create_sharded_optimizer_state(optimizer.init, weights, layouts)
 
 
 def call_model(model: Any, forward: Callable[..., object] | None, inputs: Any) -> object:
@@ -275,13 +275,13 @@ def call_model(model: Any, forward: Callable[..., object] | None, inputs: Any) -
     return model(*args, **kwargs) if forward is None else forward(model, *args, **kwargs)
 
 
-def get_inputs(batch: object) -> Any:
+def get_batch_inputs(batch: object) -> Any:
     """Return the inputs of a batch, as positional arguments or as a mapping of named ones."""
-    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # a single array has no targets
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch  # any other batch has no targets
     return inputs if isinstance(inputs, (Mapping, tuple, list)) else (inputs,)
 
 
-def split_batch(batch: object, state: TrainState) -> tuple[object, object]:
+def split_into_inputs_and_targets(batch: object, state: TrainState) -> tuple[object, object]:
     """Split a batch into inputs and targets.
 
     Raises:
@@ -295,5 +295,5 @@ def split_batch(batch: object, state: TrainState) -> tuple[object, object]:
                 why="the loss is called with outputs and targets",
                 fix="pass (inputs, targets), the inputs as a mapping if they have names",
             )
-        return get_inputs(batch), ()
-    return get_inputs(batch), batch[1]
+        return get_batch_inputs(batch), ()
+    return get_batch_inputs(batch), batch[1]

@@ -16,7 +16,7 @@ from layoutmap.adapters.keras.derived import find_reduced_slots
 from layoutmap.adapters.keras.hooks import install_hooks
 from layoutmap.adapters.keras.paths import find_variables, make_slot_path
 from layoutmap.adapters.keras.private import check_keras_support, get_global_seed_variable
-from layoutmap.adapters.keras.protocol import get_backend, get_backend_name, read_global_value
+from layoutmap.adapters.keras.protocol import get_backend, get_keras_backend_name, read_global_value
 from layoutmap.adapters.keras.session import Session
 from layoutmap.adapters.keras.training import create_missing_variables, find_slot_weights
 from layoutmap.adapters.keras.wraps import get_session
@@ -35,21 +35,21 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
     @property
     def engine_name(self) -> str:
         """Name of the engine for the Keras backend."""
-        return get_backend(get_backend_name()).engine_name
+        return get_backend(get_keras_backend_name()).engine_name
 
-    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
-        """Return why a variable cannot be stored padded, or an empty text if it can."""
-        return get_backend(get_backend_name()).explain_no_padding(variable, layout)
+    def explain_why_padding_is_impossible(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored with padding in a layout, or an empty text if it can."""
+        return get_backend(get_keras_backend_name()).explain_why_padding_is_impossible(variable, layout)
 
-    def check_context(self) -> None:
+    def check_scope_can_open(self) -> None:
         """Raise if a scope cannot work with this Keras version or backend, or inside a compiled function."""
-        backend = get_backend(get_backend_name())
-        check_keras_support(backend.list_private_names())
+        backend = get_backend(get_keras_backend_name())
+        check_keras_support(backend.list_required_private_names())
         if backend.is_tracing():
             raise ScopeError(
                 "a scope was opened inside a compiled function",
                 why="a trace has no real arrays on real devices, which variables need",
-                fix="build the model outside, and call it inside",
+                fix="build the model outside of the compiled function, and call it inside",
             )
 
     def owns_model(self, model: object) -> bool:
@@ -62,8 +62,8 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
 
     def make_session(self, context: ScopeContext) -> Session:
         """Return a new session for a scope. Unless it only plans, make the mesh's device type Keras's default."""
-        backend = get_backend(get_backend_name())
-        check_keras_support(backend.list_private_names())
+        backend = get_backend(get_keras_backend_name())
+        check_keras_support(backend.list_required_private_names())
         if not context.plan_only:
             backend.set_default_device_type(context.policy.mesh)
         return Session(context, backend)
@@ -74,14 +74,14 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
         generator = get_global_seed_variable()
         value = None if generator is None else self.read(generator)
         try:
-            with random_states.preserve_states():
+            with random_states.preserve_python_and_numpy_states():
                 yield
         finally:
             if generator is not None:
                 generator.assign(value)
 
     def set_seed(self, seed: int) -> None:
-        """Seed Python, numpy and the backend."""
+        """Seed the random generators of Python, numpy, and Keras's backend."""
         keras.utils.set_random_seed(seed)
 
     def create_lazy_variables(self, model: object, batch: object) -> None:
@@ -110,7 +110,7 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
         return model
 
     def variables(self, model: keras.Model) -> dict[str, keras.Variable]:
-        """Return the variables of a model and its optimizer by path."""
+        """Return a dict from path to variable, of a model and its optimizer."""
         found = find_variables(model)
         named = {f.path: f.variable for f in found}
         paths = {id(f.variable): f.path for f in found}
@@ -128,7 +128,7 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
             named[make_slot_path(slot, weight, paths.get(id(weight), ""), taken, kind)] = slot
         return named
 
-    def find_context(self, model: keras.Model) -> ScopeContext | None:
+    def find_scope_context(self, model: keras.Model) -> ScopeContext | None:
         """Return the scope that sharded a model or any layer in it, or None if no scope did."""
         sessions = (get_session(layer) for layer in model._flatten_layers())
         return next((session.context for session in sessions if session is not None), None)
@@ -143,24 +143,24 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
 
     def forward(self, model: keras.Model, batch: object) -> object:
         """Return a model's inference outputs for a batch as numpy arrays."""
-        with get_backend(get_backend_name()).use_same_draws_and_rows(model):
+        with get_backend(get_keras_backend_name()).use_comparable_draws_and_rows(model):
             return keras.tree.map_structure(np.asarray, model.predict_on_batch(_get_batch_inputs(batch)))
 
     def gradients(self, model: keras.Model, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return losses by name, and by path the gradients that the model's step passes to its optimizer."""
+        """Return a dict from name to loss, and one from path to the gradient that the model gives its optimizer."""
         x, y, sample_weight = _convert_batch_to_tensors(batch)
-        backend = get_backend(get_backend_name())
-        with backend.use_same_draws_and_rows(model):
-            losses, gradients = backend.compute_gradients(model, x, y, sample_weight)
+        backend = get_backend(get_keras_backend_name())
+        with backend.use_comparable_draws_and_rows(model):
+            losses, gradients = backend.compute_losses_and_gradients(model, x, y, sample_weight)
         paths = {id(f.variable): f.path for f in find_variables(model)}
         named = zip(model.trainable_variables, gradients, strict=True)
-        return _convert_scalar_logs(losses), {paths[id(v)]: gradient for v, gradient in named}
+        return _convert_scalar_logs_to_floats(losses), {paths[id(v)]: gradient for v, gradient in named}
 
     def train_step(self, model: keras.Model, batch: object) -> dict[str, float]:
-        """Run one training step of a compiled model on a batch, and return its scalar logs by name."""
+        """Run one training step of a compiled model on a batch, and return a dict of its scalar logs."""
         x, y, sample_weight = _convert_batch_to_tensors(batch)
-        with get_backend(get_backend_name()).use_same_draws_and_rows(model):
-            return _convert_scalar_logs(
+        with get_backend(get_keras_backend_name()).use_comparable_draws_and_rows(model):
+            return _convert_scalar_logs_to_floats(
                 model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
             )
 
@@ -174,8 +174,8 @@ def _convert_batch_to_tensors(batch: object) -> Any:
     )
 
 
-def _convert_scalar_logs(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the logs that are single numbers as floats, by name."""
+def _convert_scalar_logs_to_floats(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return a dict from name to float, of the logs that are single numbers."""
     return {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
 
 

@@ -98,7 +98,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
-        """Save the previous step. Only now it is known that it did not end its epoch."""
+        """Save the previous step if a save is due, because only now is it known that its epoch goes on."""
         if self._is_new and self._every_epochs is None:
             self._save_step()
 
@@ -148,6 +148,6 @@ class CheckpointCallback(keras.callbacks.Callback):
             self._unsynced.stop_training = True
 
 
-def make_batch_callback(function: Callable[[], None]) -> keras.callbacks.Callback:
+def make_callback_after_each_batch(function: Callable[[], None]) -> keras.callbacks.Callback:
     """Return a callback that calls a function after each training batch."""
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: function())

@@ -30,7 +30,7 @@ from layoutmap.adapters.keras.private import (
     set_global_seed_state,
     strip_generated_number,
 )
-from layoutmap.adapters.keras.protocol import get_backend, get_backend_name, read_global_value
+from layoutmap.adapters.keras.protocol import get_backend, get_keras_backend_name, read_global_value
 from layoutmap.adapters.keras.registry import Registry
 from layoutmap.adapters.keras.training import create_missing_variables
 from layoutmap.adapters.keras.untracked import find_untracked_variables
@@ -58,11 +58,11 @@ class KerasCheckpointAdapter(CheckpointAdapter):
             check_layer_names(saved.settings.get("layers", {}), _collect_default_names(model))
             if saved.slots:
                 create_missing_variables(model, None)
-        entries = _describe_synced_model(model)
+        entries = _sync_and_describe_variables(model)
         _check_has_weights(model, entries)
         own = getattr(model, "optimizer", None)
         no_slots = set() if own is None or own.built else set(map(id, own.variables))
-        value_of = get_backend(get_backend_name()).read_value
+        value_of = get_backend(get_keras_backend_name()).read_value
         return [
             StoredVariable(
                 replace(each.spec, kind=Kind.METRIC) if id(each.variable) in no_slots else each.spec,
@@ -73,42 +73,44 @@ class KerasCheckpointAdapter(CheckpointAdapter):
 
     def describe_variables(self, model: object, optimizer: object = None) -> list[StoredVariable]:
         """Return the variables of an existing model, and of `optimizer` or, without it, of the model's optimizer."""
-        backend = get_backend(get_backend_name())
+        backend = get_backend(get_keras_backend_name())
         return [
             StoredVariable(each.spec, backend.read_stored_array(each.variable))
-            for each in _describe_synced_model(model, optimizer)
+            for each in _sync_and_describe_variables(model, optimizer)
         ]
 
     def restore_variables(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
         """Assign arrays to the variables with their paths. Return the model and the optimizer."""
-        variables = {each.spec.path: each.variable for each in _describe_model(model)}
+        variables = {each.spec.path: each.variable for each in _describe_model_variables(model)}
         for path, array in arrays:
             variables[path].assign(array)
         return model, optimizer
 
-    def read_settings(self, model: object, optimizer: object = None) -> dict[str, object]:
+    def read_state_outside_variables(self, model: object, optimizer: object = None) -> dict[str, object]:
         """Return names of layers, and the random states of Python, numpy, Keras, and its backend."""
         generator = get_global_seed_variable()
         seed = None if generator is None else read_global_value(generator).tolist()
-        own = get_backend(get_backend_name()).read_random_states()
+        own = get_backend(get_keras_backend_name()).read_random_states()
         return {
-            "random": random_states.read_states() | own | {"keras": seed},
+            "random": random_states.read_python_and_numpy_states() | own | {"keras": seed},
             "layers": _collect_default_names(model),
         }
 
-    def restore_settings(self, model: object, optimizer: object, settings: Mapping[str, Any]) -> None:
-        """Restore the random states that `read_settings` returned, as far as the current backend has them."""
+    def restore_state_outside_variables(
+        self, model: object, optimizer: object, settings: Mapping[str, Any]
+    ) -> None:
+        """Restore the random states in `settings`, as far as the current backend has them."""
         states = settings.get("random", {})
         if "keras" in states:
             set_global_seed_state(states["keras"])
-        get_backend(get_backend_name()).restore_random_states(states)
+        get_backend(get_keras_backend_name()).restore_random_states(states)
         # Creating Keras's generator draws a number from Python's, so restore Python's last.
-        random_states.restore_states(states)
+        random_states.restore_python_and_numpy_states(states)
 
     # A load without an optimizer skips saved slots, so the next `compile` restores them (decisions/0081).
-    def restore_with_optimizer(self, model: Any, restore: Callable[[], None]) -> bool:
+    def restore_when_optimizer_is_set(self, model: Any, restore: Callable[[], None]) -> bool:
         """Arrange that `restore` is called after the next `compile` that sets an optimizer, and return True."""
         before = model.__dict__.get("compile")
         original = model.compile
@@ -130,14 +132,14 @@ class KerasCheckpointAdapter(CheckpointAdapter):
         return True
 
 
-def _describe_synced_model(model: Any, optimizer: object = None) -> list[DescribedVariable]:
+def _sync_and_describe_variables(model: Any, optimizer: object = None) -> list[DescribedVariable]:
     """Describe the variables of a model. On JAX in `fit`, first store the values of the last step in them."""
     if hasattr(model, "jax_state_sync"):
         model.jax_state_sync()  # in `fit`, Keras on JAX updates the model only at the end of an epoch
-    return _describe_model(model, optimizer)
+    return _describe_model_variables(model, optimizer)
 
 
-def _describe_model(model: Any, optimizer: Any = None) -> list[DescribedVariable]:
+def _describe_model_variables(model: Any, optimizer: Any = None) -> list[DescribedVariable]:
     """Describe the variables of a model as a plan of only this model would list them."""
     registry = Registry()
     layers = list(model._flatten_layers())
@@ -157,9 +159,9 @@ def _describe_model(model: Any, optimizer: Any = None) -> list[DescribedVariable
             registry.add_optimizer(optimizer)
             for slot in optimizer.variables:
                 registry.add_variable(slot)
-                parent = None if session is None else session.registry.find_parent(slot)
+                parent = None if session is None else session.registry.find_slot_weight(slot)
                 if parent is not None:
-                    registry.set_parent(slot, parent)
+                    registry.set_slot_weight(slot, parent)
         return describe_variables(registry)
 
 
@@ -183,7 +185,7 @@ DefaultNames = Mapping[str, Sequence[Any]]
 
 
 def _collect_default_names(model: Any) -> DefaultNames:
-    """Return, by path, sibling layers' names that look like Keras's defaults, with whether the user chose them.
+    """Return a dict from path to a name like Keras's default and whether the user chose it, for sibling layers.
 
     Paths number these layers in the order of their names. If the user chose some of the names, a rebuilt model may have
     a different order, and weights of equal shapes would be exchanged.
@@ -206,7 +208,7 @@ def _collect_default_names(model: Any) -> DefaultNames:
 
 
 def check_layer_names(saved: DefaultNames, current: DefaultNames) -> None:
-    """Raise if layers may differ from those that were saved under their paths (see `_collect_default_names`)."""
+    """Raise if layers may differ from those saved under their paths. Both dicts are from `_collect_default_names`."""
     if not _is_names_record(saved):
         raise CheckpointError(
             "the checkpoint does not say which names its layers had",

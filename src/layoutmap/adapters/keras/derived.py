@@ -43,7 +43,7 @@ class Derivation:
 
 # Rules rarely match derived variables, so these inherit from their parent axis by axis (decisions/0020).
 def find_derivations_by_id(layers: Iterable[Any]) -> dict[int, Derivation]:
-    """Return the known derivations of variables in some layers, by the id of the variable."""
+    """Return a dict from the id of each derived variable that is known in some layers to its derivation."""
     found: dict[int, Derivation] = {}
     for layer in layers:
         if not layer.built:
@@ -85,7 +85,7 @@ _Derived = Iterator[tuple[keras.Variable | None, Derivation]]
 
 
 def _get_own_variable(layer: object, name: str) -> Any:
-    """Return the variable that a layer stores in an attribute, or None if there is none, as for a property."""
+    """Return the variable in a layer's attribute, or None if it is missing, a property, or another value."""
     value = vars(layer).get(name)
     return value if isinstance(value, keras.Variable) else None
 

@@ -25,12 +25,12 @@ from layoutmap.adapters.keras.paths import (
 from layoutmap.adapters.keras.private import is_global_seed_variable, is_seed_state, strip_generated_number
 from layoutmap.adapters.keras.protocol import Backend
 from layoutmap.adapters.keras.registry import Registry
-from layoutmap.adapters.keras.roles import find_weight_uses
+from layoutmap.adapters.keras.roles import find_weight_axis_roles
 from layoutmap.adapters.keras.training import find_slot_weights
 from layoutmap.adapters.keras.untracked import find_untracked_variables
 from layoutmap.core.match import KERAS
 from layoutmap.core.unsupported import UnsupportedFeature
-from layoutmap.core.variables import Kind, Use, VariableSpec, make_unique_names
+from layoutmap.core.variables import AxesUse, Kind, VariableSpec, make_unique_names
 
 
 @dataclass(slots=True)
@@ -48,14 +48,14 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
     entries = list(_describe_variables_in_layers(layers))
     slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
     entries += _describe_untracked_variables(
-        layers, known, {id(entry.variable) for entry in entries} | slots, registry.find_kind
+        layers, known, {id(entry.variable) for entry in entries} | slots, registry.find_standalone_kind
     )
     by_variable = {id(entry.variable): entry for entry in entries}
     reduced = {id(each.slot): each for optimizer in optimizers for each in find_reduced_slots(optimizer)}
     # Keras copies a weight's `_layout` to its slots, which tells the slot's weight. A weight that was created from an
     # array passes none, so match its slots by name.
     unknown = [
-        v for v in known if id(v) in slots and id(v) not in reduced and registry.find_parent(v) is None
+        v for v in known if id(v) in slots and id(v) not in reduced and registry.find_slot_weight(v) is None
     ]
     trained = _list_optimized_variables(optimizers) + [
         entry.variable for entry in entries if entry.spec.is_trained
@@ -67,7 +67,7 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
         if id(variable) in by_variable or is_global_seed_variable(variable):
             continue
         of = reduced.get(id(variable))
-        parent = of.weight if of else by_name.get(id(variable), registry.find_parent(variable))
+        parent = of.weight if of else by_name.get(id(variable), registry.find_slot_weight(variable))
         entry = by_variable.get(id(parent)) if parent is not None else None
         if entry is not None:
             entries.append(
@@ -77,7 +77,7 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
             path = make_slot_path(variable, None, "", taken_paths.setdefault("", set()))
             entries.append(_describe_variable(variable, path, Kind.SLOT))
         else:
-            entries.append(describe_standalone_variable(variable, registry.find_kind(variable)))
+            entries.append(describe_standalone_variable(variable, registry.find_standalone_kind(variable)))
     alone = [entry for entry in entries if not entry.spec.model]
     for entry, path in zip(alone, make_unique_names([entry.spec.path for entry in alone]), strict=True):
         entry.spec = replace(entry.spec, path=path)
@@ -85,7 +85,7 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
 
 
 def _find_outer_optimizers(optimizers: Sequence[object]) -> list[Any]:
-    """Return the optimizers that no other one wraps, because a wrapper also lists the variables that it wraps."""
+    """Return the optimizers that no other one wraps, because the wrapping one also lists their variables."""
     inner = {
         id(each)
         for optimizer in optimizers
@@ -136,16 +136,16 @@ def describe_layer_variable(layer: object, prefix: str, variable: object) -> Des
 def list_layer_paths(layers: Sequence[object]) -> list[tuple[str, Any]]:
     """Return pairs of path and layer for all layers of a scope. A shared layer occurs once for each path."""
     paths: list[tuple[str, Any]] = []
-    for _, prefix, root in _iterate_root_layers(layers):
+    for _, prefix, root in _iterate_root_layers_with_names(layers):
         paths += [(prefix.removesuffix("."), root)] if prefix else []
         paths += [(prefix + path, layer) for path, layer in find_layers(root)]
     return paths
 
 
-def find_unsupported_ops(
+def find_unsupported_features(
     backend: Backend, layers: Sequence[Any], entries: Sequence[DescribedVariable]
 ) -> list[UnsupportedFeature]:
-    """Return the operations that a backend cannot compute, for all layers that have weights."""
+    """Return the features of layers with weights that a backend does not support."""
     specs = {id(e.variable): e.spec for e in entries}
     found: list[UnsupportedFeature] = []
     for layer in layers:
@@ -155,15 +155,15 @@ def find_unsupported_ops(
         known = [specs[id(v)] for v in inner if id(v) in specs]
         if known:
             weights = [specs[id(v)].path for v in own if id(v) in specs]
-            limits = backend.find_unsupported_ops(
+            limits = backend.find_unsupported_features(
                 layer, known[0].path.rpartition(".")[0] or layer.name, weights
             )
             found += (replace(limit, model=known[0].model) for limit in limits)
     return found
 
 
-def _iterate_root_layers(layers: Sequence[object]) -> Iterator[tuple[str, str, object]]:
-    """Yield a model's name in the plan, a prefix of paths, and a layer, for each layer without a parent."""
+def _iterate_root_layers_with_names(layers: Sequence[object]) -> Iterator[tuple[str, str, object]]:
+    """Yield the model name in the plan, the prefix of paths, and the layer, of each layer without a parent."""
     tops = find_root_layers(layers)
     names = renumber_names(tops)
     for model, name, root in zip(make_unique_names(names), names, tops, strict=True):
@@ -173,8 +173,8 @@ def _iterate_root_layers(layers: Sequence[object]) -> Iterator[tuple[str, str, o
 def _describe_variables_in_layers(layers: Sequence[object]) -> Iterator[DescribedVariable]:
     """Yield the variables of all layers with their descriptions, each variable once."""
     seen: set[int] = set()
-    derivations, uses = find_derivations_by_id(layers), find_weight_uses(layers)
-    for model, prefix, root in _iterate_root_layers(layers):
+    derivations, uses = find_derivations_by_id(layers), find_weight_axis_roles(layers)
+    for model, prefix, root in _iterate_root_layers_with_names(layers):
         for entry in _describe_variables_in_layer(root, model, prefix, derivations, uses):
             if id(entry.variable) not in seen:
                 seen.add(id(entry.variable))
@@ -182,9 +182,9 @@ def _describe_variables_in_layers(layers: Sequence[object]) -> Iterator[Describe
 
 
 def _describe_variables_in_layer(
-    layer: object, model: str, prefix: str, derivations: Mapping[int, Derivation], uses: Mapping[int, Use]
+    layer: object, model: str, prefix: str, derivations: Mapping[int, Derivation], uses: Mapping[int, AxesUse]
 ) -> Iterator[DescribedVariable]:
-    """Yield the variables in and below a layer. `derivations` and `uses` are by the id of the variable."""
+    """Yield the variables in and below a layer. `derivations` and `uses` have ids of variables as keys."""
     for found in find_variables(layer):
         path = prefix + found.path
         kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
@@ -204,16 +204,16 @@ def _describe_untracked_variables(
     layers: Sequence[object],
     variables: Sequence[object],
     described_ids: set[int],
-    find_kind: Callable[[Any], Kind],
+    find_standalone_kind: Callable[[Any], Kind],
 ) -> Iterator[DescribedVariable]:
-    """Describe variables in attributes of objects that are not layers, except a model's metrics."""
+    """Describe variables in attributes of objects that are not layers. Leave out metrics of models."""
     models = [layer for layer in layers if isinstance(layer, keras.Model)]
     others = described_ids | {id(variable) for model in models for variable in model.metrics_variables}
     wanted = {id(variable) for variable in variables if not is_global_seed_variable(variable)} - others
-    for model, prefix, root in _iterate_root_layers(layers) if wanted else ():
+    for model, prefix, root in _iterate_root_layers_with_names(layers) if wanted else ():
         for found in find_untracked_variables(root, wanted):
             wanted.discard(id(found.variable))
-            kind = Kind.RNG if found.is_seed else find_kind(found.variable)
+            kind = Kind.RNG if found.is_seed else find_standalone_kind(found.variable)
             yield _describe_variable(found.variable, prefix + found.path, kind, model=model)
 
 

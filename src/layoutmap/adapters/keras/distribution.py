@@ -39,7 +39,7 @@ def _check_device_mesh(mesh: Mesh, device_mesh: Any) -> None:
             "to_keras: the DeviceMesh has different dims than the plan's mesh",
             facts={"plan": str(mesh), "DeviceMesh": ", ".join(f"{name}={size}" for name, size in dims)},
             why="layouts name the dims of the plan's mesh",
-            fix="pass a DeviceMesh with the plan's dims, or plan on a mesh with its dims",
+            fix="pass a DeviceMesh with the plan's dims, or plan on a mesh with the DeviceMesh's dims",
         )
 
 

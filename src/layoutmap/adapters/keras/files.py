@@ -80,23 +80,23 @@ class FileStore:
         dataset = find_h5_dataset(self._store, key, self._opened)
         dtype = None if dataset is None else _read_dataset_dtype(dataset)
         if dtype is None:
-            return self._keras_store[key]
+            return self._store_after_loading_arrays[key]
         array = FileArray(dataset, dtype)
         self._given.append(weakref.ref(array))
         return array
 
     def __contains__(self, key: str) -> bool:
-        return key in self._keras_store
+        return key in self._store_after_loading_arrays
 
     def __len__(self) -> int:
-        return len(self._keras_store)
+        return len(self._store_after_loading_arrays)
 
     def keys(self) -> Any:
         """Return the names of the arrays."""
-        return self._keras_store.keys()
+        return self._store_after_loading_arrays.keys()
 
     @property
-    def _keras_store(self) -> Any:
+    def _store_after_loading_arrays(self) -> Any:
         """Keras's own store. It may close its file, so arrays that are still referenced are read first."""
         self.load_referenced_arrays()
         return self._store

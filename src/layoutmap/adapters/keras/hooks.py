@@ -19,7 +19,7 @@ import keras
 from layoutmap.adapters.current import get_current_session, warn_of_model_in_inner_task
 from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer, saving_lib
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.patches import AttributePatch, Patches, set_temporarily
+from layoutmap.engines.patches import AttributePatch, Patches, set_attribute_temporarily
 
 
 def _wrap_variable_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +35,7 @@ def _wrap_variable_init(original: Callable[..., None]) -> Callable[..., None]:
         if refusal is not None:
             raise _UncatchableError(refusal) if _is_inside_maybe_build(sys._getframe()) else refusal
         # Another library's wrapper may call `__init__` twice, so construct only once.
-        with set_temporarily(_being_constructed, "variable", variable):
+        with set_attribute_temporarily(_being_constructed, "variable", variable):
             session.construct_variable(variable, original, initializer, args, kwargs)
 
     return init_variable
@@ -67,7 +67,7 @@ def _wrap_layer_new(static_method: Any) -> object:
 
 
 class _UncatchableError(BaseException):
-    """Carry an error out of Keras as a `BaseException`, because Keras catches each `Exception` of such a build."""
+    """Carry an error out of Keras as a `BaseException`, because Keras catches each `Exception` in a build."""
 
 
 def _wrap_maybe_build(original: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +100,7 @@ def _wrap_seed_generator_next(original: Callable[..., object]) -> Callable[..., 
         session = get_current_session()
         if not _is_keras_session(session):
             return original(generator, ordered)
-        with session.advance_or_restore_seed(generator):
+        with session.order_or_undo_seed_draw(generator):
             return original(generator, ordered)
 
     return draw_seed
@@ -119,7 +119,7 @@ def _wrap_optimizer_init(original: Callable[..., None]) -> Callable[..., None]:
     return init_optimizer
 
 
-def _disable_in_scope(original: Callable[..., object]) -> Callable[..., object]:
+def _wrap_to_skip_in_scope(original: Callable[..., object]) -> Callable[..., object]:
     """Wrap a function so that in a scope it does nothing and returns None."""
 
     @functools.wraps(original)
@@ -150,12 +150,12 @@ _PATCHES = Patches(
 
 @functools.cache
 def _make_disabling_patches(methods: tuple[tuple[object, str], ...]) -> Patches:
-    return Patches(AttributePatch(owner, name, _disable_in_scope) for owner, name in methods)
+    return Patches(AttributePatch(owner, name, _wrap_to_skip_in_scope) for owner, name in methods)
 
 
 @contextmanager
 def install_hooks(disabled_methods: Sequence[tuple[object, str]] = ()) -> Iterator[None]:
-    """Install the class hooks, and disable methods in scopes, until the block ends.
+    """Install the hooks in Keras's classes, and disable `disabled_methods` in scopes, until the block ends.
 
     Threads and nested scopes share the hooks.
     """

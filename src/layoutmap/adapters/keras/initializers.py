@@ -2,8 +2,8 @@
 
 Keras draws an initializer's seed as an integer when the initializer is *constructed*, so deferring the call changes
 no value. If the seed is a generator, Keras draws from it when it creates the variable: see
-`Materializer.draw_earlier_seeds`. The seed is an argument of the program that computes the value, so that all variables
-with one shape and one kind of initializer share a compiled program.
+`Materializer.draw_seeds_of_earlier_variables`. The seed is an argument of the program that computes the value, so that
+all variables with one shape and one kind of initializer share a compiled program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layoutmap.adapters.keras.private import draw_seed
 from layoutmap.core.initializers import Initializer, InitializerProgram
 
 
-def explain_global_init(initializer: object, global_init_reasons: Mapping[str, str]) -> str:
+def explain_why_initialized_unsharded(initializer: object, global_init_reasons: Mapping[str, str]) -> str:
     """Return why an initializer must compute a whole value on one device, or an empty text if it need not."""
     if not _is_keras_initializer(initializer):
         return f"{_format_qualified_name(initializer)} is not an initializer of Keras, so it cannot compute shards"
@@ -33,7 +33,7 @@ def explain_global_init(initializer: object, global_init_reasons: Mapping[str, s
 def convert_initializer(
     initializer: Any, shape: tuple[int, ...], dtype: str, unshard: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
-    """Return layoutmap's initializer with the values of Keras's. `unshard` makes a drawn seed unsharded."""
+    """Return an initializer of layoutmap with the values of a Keras one. `unshard` makes a drawn seed unsharded."""
     if not _is_keras_initializer(initializer):
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())
@@ -46,10 +46,10 @@ def convert_initializer(
     def compute_value(seed: object) -> object:
         own = copy.copy(seeded)
         if hasattr(own, "seed"):
-            own.seed = _FixedSeed(seed)
+            own.seed = _FixedSeedGenerator(seed)
         return keras.ops.convert_to_tensor(own(shape, dtype=dtype), dtype=dtype)
 
-    settings = json.dumps(config, sort_keys=True, default=_encode_setting)
+    settings = json.dumps(config, sort_keys=True, default=_encode_setting_for_json)
     key = (type(initializer), settings, shape, dtype)
     return Initializer(
         lambda: compute_value(seed),
@@ -78,18 +78,18 @@ def has_seed_generator(initializer: object) -> bool:
 
 
 def can_draw_seeds(initializer: object) -> bool:
-    """Return whether a call of an initializer may draw from a generator."""
+    """Return whether a call of an initializer may draw a seed from a generator."""
     return has_seed_generator(initializer) or not _is_keras_initializer(initializer)
 
 
 def copy_with_fixed_seed(initializer: Any, unshard: Callable[[object], object]) -> object:
     """Draw a seed from an initializer's generator. Return a copy of the initializer that always uses this seed."""
     initializer_copy = copy.copy(initializer)
-    initializer_copy.seed = _FixedSeed(unshard(draw_seed(initializer.seed)))
+    initializer_copy.seed = _FixedSeedGenerator(unshard(draw_seed(initializer.seed)))
     return initializer_copy
 
 
-class _FixedSeed(keras.random.SeedGenerator):
+class _FixedSeedGenerator(keras.random.SeedGenerator):
     """Seed generator that always returns one given seed, in the form that every backend accepts."""
 
     def __init__(self, seed: object):
@@ -97,11 +97,11 @@ class _FixedSeed(keras.random.SeedGenerator):
         self.__dict__["seed"] = seed
 
     def next(self, ordered: bool = True) -> object:
-        """Return the seed."""
+        """Return the fixed seed."""
         return self.__dict__["seed"]
 
 
-def _encode_setting(value: object) -> object:
+def _encode_setting_for_json(value: object) -> object:
     """Return a setting in a form for JSON: an array as dtype, shape, and bytes, anything else as its `repr`."""
     if not hasattr(value, "shape"):
         return repr(value)

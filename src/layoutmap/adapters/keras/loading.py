@@ -20,7 +20,7 @@ import numpy as np
 
 from layoutmap.adapters.keras.files import FileArray, FileStore
 from layoutmap.adapters.keras.private import H5IOStore, in_stateless_scope
-from layoutmap.adapters.keras.protocol import KerasSession, get_backend, get_backend_name
+from layoutmap.adapters.keras.protocol import KerasSession, get_backend, get_keras_backend_name
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import get_engine
@@ -41,35 +41,37 @@ def is_host_array(value: object) -> bool:
 
 def shard_host_array(assignment: Assignment, value: Any) -> object:
     """Return a host array as a sharded engine array. Each distinct shard is read once."""
-    engine = get_engine(get_backend(get_backend_name()).engine_name)
+    engine = get_engine(get_backend(get_keras_backend_name()).engine_name)
     name = assignment.variable.dtype
     dtype = engine.canonicalize_values(np.empty(0, getattr(ml_dtypes, name, name))).dtype
     held = replace(assignment, variable=replace(assignment.variable, dtype=dtype.name))
     return engine.create_from_shards(held, lambda index: np.asarray(value[index]).astype(dtype, copy=False))
 
 
-def shard_host_assignments(variable: object, assignment: Assignment) -> None:
+def make_variable_shard_host_values(variable: object, assignment: Assignment) -> None:
     """Make a variable take host arrays shard by shard when they are assigned, even after the scope."""
     # Keras has no hook for converting values, so set the method on the instance. A copy of the variable gets its own.
-    variable.__dict__["_convert_to_tensor"] = functools.partial(_convert_value, variable, assignment)
+    variable.__dict__["_convert_to_tensor"] = functools.partial(_convert_assigned_value, variable, assignment)
 
 
-def _convert_value(variable: Any, assignment: Assignment, value: object, dtype: object = None) -> object:
+def _convert_assigned_value(
+    variable: Any, assignment: Assignment, value: object, dtype: object = None
+) -> object:
     """Return an assigned value in the form that a variable stores. Host arrays are read shard by shard."""
     original = type(variable)._convert_to_tensor
-    if isinstance(value, get_backend(get_backend_name()).stored_types):
+    if isinstance(value, get_backend(get_keras_backend_name()).stored_types):
         return value
     if not is_host_array(value):
         return original(variable, value, dtype=dtype)
-    check_shape(variable, assignment.variable.path, value)
-    backend = get_backend(get_backend_name())
+    check_value_shape(variable, assignment.variable.path, value)
+    backend = get_backend(get_keras_backend_name())
     if in_stateless_scope() or backend.is_tracing():
         return original(variable, np.asarray(value), dtype=dtype)
     with backend.leave_tracing():
         return shard_host_array(assignment, value)
 
 
-def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
+def check_value_shape(variable: keras.Variable, path: str, value: Any) -> None:
     """Raise if a value on the host does not have the shape of a variable."""
     if tuple(variable.shape) != tuple(value.shape):
         raise LayoutError(
@@ -85,26 +87,26 @@ def check_shape(variable: keras.Variable, path: str, value: Any) -> None:
 
 
 def wrap_load_own_variables(loaded_object: Any, session: KerasSession) -> Callable[..., object]:
-    """Return a `load_own_variables` that reads only the shards of this process's devices from a file."""
+    """Wrap `load_own_variables` to read from a file only the shards of this process's devices."""
     original = loaded_object.load_own_variables
 
     @functools.wraps(original)
     def load_own_variables(store: object) -> None:
         if not isinstance(store, H5IOStore):
             return original(store)
-        session.plan_pending_variables()
+        session.assign_layouts_before_loading()
         files = FileStore(store)
         try:
             mismatches = session.thread_state.shape_mismatches
             if mismatches is None:
                 return original(files)
-            if _is_assign_only(original):
+            if _can_dry_run(original):
                 variables = (
                     loaded_object.variables
                     if isinstance(loaded_object, keras.Optimizer)
                     else [*loaded_object._trainable_variables, *loaded_object._non_trainable_variables]
                 )
-                with _record_mismatches(list(variables), session, mismatches):
+                with _record_shape_mismatches(list(variables), session, mismatches):
                     return original(files)
         finally:
             files.close()
@@ -115,7 +117,7 @@ def wrap_load_own_variables(loaded_object: Any, session: KerasSession) -> Callab
 def wrap_load_weights(
     model: Any, get_sessions: Callable[[], Iterable[KerasSession | None]]
 ) -> Callable[..., object]:
-    """Return a `load_weights` that checks all shapes before it changes anything."""
+    """Wrap `load_weights` to check all shapes before any variable changes."""
     original = model.load_weights
 
     @functools.wraps(original)
@@ -133,13 +135,13 @@ def wrap_load_weights(
             finally:
                 for session in checking:
                     session.thread_state.shape_mismatches = None
-            _raise_for_mismatches(name, mismatches)
+            _raise_for_shape_mismatches(name, mismatches)
         return original(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     return load_weights
 
 
-def _raise_for_mismatches(file_name: str, mismatches: dict[str, str]) -> None:
+def _raise_for_shape_mismatches(file_name: str, mismatches: dict[str, str]) -> None:
     """Raise if `mismatches` lists variables that have different shapes in a file and in the model."""
     if mismatches:
         shown = dict(list(mismatches.items())[:20])
@@ -153,27 +155,27 @@ def _raise_for_mismatches(file_name: str, mismatches: dict[str, str]) -> None:
         )
 
 
-def _is_assign_only(method: object) -> bool:
-    """Return whether a loading method only assigns values, so that a dry run has no side effects."""
+def _can_dry_run(method: object) -> bool:
+    """Return whether a loading method only assigns values, so that a dry run of it has no side effects."""
     module = method.__module__
     own = module.startswith(("keras.src.layers.", "keras.src.optimizers."))
     return own and ".preprocessing." not in module
 
 
 @contextmanager
-def _record_mismatches(
+def _record_shape_mismatches(
     variables: Sequence[object], session: KerasSession, mismatches: dict[str, str]
 ) -> Iterator[None]:
-    """Make `assign` of variables only record values of wrong shapes until the block ends."""
+    """Make `assign` only record shapes that differ from those of the variables, until the block ends."""
 
-    def record_mismatch(variable: Any, value: Any) -> object:
+    def record_shape_mismatch(variable: Any, value: Any) -> object:
         wanted, there = tuple(variable.shape), tuple(value.shape)
         if wanted != there:
             mismatches[session.find_variable_path(variable)] = f"{wanted}, in the file {there}"
         return value
 
     for variable in variables:
-        variable.__dict__["assign"] = functools.partial(record_mismatch, variable)
+        variable.__dict__["assign"] = functools.partial(record_shape_mismatch, variable)
     try:
         yield
     finally:

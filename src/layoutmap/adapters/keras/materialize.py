@@ -19,17 +19,17 @@ from layoutmap.adapters.keras.initializers import (
     make_seed_initializer,
 )
 from layoutmap.adapters.keras.loading import (
-    check_shape,
+    check_value_shape,
     is_host_array,
+    make_variable_shard_host_values,
     shard_host_array,
-    shard_host_assignments,
 )
 from layoutmap.adapters.keras.pending import is_pending, restore_variable_class
 from layoutmap.adapters.keras.private import is_seed_state
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.patches import set_attribute_temporarily
 
 
 class Materializer:
@@ -45,10 +45,10 @@ class Materializer:
         if can_draw_seeds(variable._initializer) and not is_seed_state(variable):
             self._undrawn.append(weakref.ref(variable))
 
-    def draw_earlier_seeds(
+    def draw_seeds_of_earlier_variables(
         self, variable: object, initialize_pending_variable: Callable[[keras.Variable], None]
     ) -> None:
-        """Draw the seeds of variables created before `variable`, or of all for None, as unsharded Keras would.
+        """Draw the seeds of variables created before `variable`, or of all if it is None, as unsharded Keras does.
 
         Does nothing if the variable does not draw. `initialize_pending_variable` gives a variable its value at once.
         """
@@ -71,7 +71,7 @@ class Materializer:
         """Draw all pending seeds in order if custom initializers may draw from the same generators as Keras's."""
         waiting = [v for ref in self._undrawn if (v := ref()) is not None and is_pending(v)]
         if len({has_seed_generator(v._initializer) for v in waiting}) > 1:
-            self.draw_earlier_seeds(None, initialize_pending_variable)
+            self.draw_seeds_of_earlier_variables(None, initialize_pending_variable)
         self._undrawn.clear()
 
     def initialize_variables(self, pairs: Sequence[tuple[DescribedVariable, Assignment]]) -> None:
@@ -82,7 +82,7 @@ class Materializer:
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(pairs)}
         with self._mark_initializing():
             initializers = {key: self._convert_initializer(v) for key, (v, _) in keyed.items()}
-            # Converting draws seeds, which gives generators' states their values, so leave these states out.
+            # Converting an initializer draws its seed, which initializes the generator's state, so leave that out.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
             arrays = self._session.context.create_arrays(
                 {key: a for key, (_, a) in keyed.items()}, initializers
@@ -91,8 +91,8 @@ class Materializer:
             self._store_first_value(variable, assignment, arrays[key])
 
     def _mark_initializing(self) -> AbstractContextManager[None]:
-        """Keep draws of running initializers from triggering `draw_earlier_seeds` until the block ends."""
-        return set_temporarily(self._session.thread_state, "is_running_initializers", True)
+        """Mark until the block ends that initializers run, so that their draws draw no seeds of earlier variables."""
+        return set_attribute_temporarily(self._session.thread_state, "is_running_initializers", True)
 
     def initialize_variable_unsharded(self, variable: Any) -> None:
         """Initialize a variable of no model as Keras does, unsharded, and remove it from the registry."""
@@ -108,7 +108,7 @@ class Materializer:
             with self._mark_initializing():
                 copy_with_fixed_seed(variable._initializer, self._unshard_seed)
         if is_host_array(value):
-            check_shape(variable, assignment.variable.path, value)
+            check_value_shape(variable, assignment.variable.path, value)
             array = shard_host_array(assignment, value)
         else:
             array = self._session.engine.relayout(value, assignment.layout, pad=assignment.is_padded)
@@ -130,10 +130,10 @@ class Materializer:
         """Store an array in a variable, shard later assignments from the host, and record the layout."""
         session, layout = self._session, assignment.layout
         value = session.engine.make_variable(array, name=variable.path, trainable=variable.trainable)
-        tag = session.backend.store_value(variable, value, assignment, session)
-        shard_host_assignments(variable, assignment)
+        keras_layout = session.backend.store_value(variable, value, assignment, session)
+        make_variable_shard_host_values(variable, assignment)
         variable.layout = layout
-        self._session.registry.set_layout(variable, layout, tag)
+        self._session.registry.set_layout(variable, layout, keras_layout)
 
     def _convert_initializer(self, variable: keras.Variable) -> Initializer:
         """Return layoutmap's initializer for the Keras initializer of a variable."""

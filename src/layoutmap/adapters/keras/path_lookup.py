@@ -13,7 +13,7 @@ import keras
 
 from layoutmap.adapters.keras.describing import DescribedVariable, describe_layer_variable
 from layoutmap.adapters.keras.names import renumber_names
-from layoutmap.adapters.keras.paths import name_direct_sublayers
+from layoutmap.adapters.keras.paths import collect_sublayer_names_by_id
 from layoutmap.adapters.keras.registry import Registry
 
 
@@ -23,7 +23,7 @@ class PathLookup:
 
     def __init__(self, registry: Registry):
         self._registry = registry
-        # By layer: its number of sublayers at the last visit, its parent, and the names of its sublayers then.
+        # For each layer, as last seen: its number of sublayers; its parent; and its size, with its sublayers' names.
         self._num_sublayers: MutableMapping[keras.Layer, int] = WeakKeyDictionary()
         self._parents: MutableMapping[object, ref[keras.Layer]] = WeakKeyDictionary()
         self._names: MutableMapping[object, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()
@@ -56,7 +56,7 @@ class PathLookup:
         state = len(vars(parent)), len(parent._layers)
         before, names = self._names.get(parent, (None, dict[int, str]()))
         if before != state or id(layer) not in names:
-            names = name_direct_sublayers(parent)
+            names = collect_sublayer_names_by_id(parent)
             self._names[parent] = state, names
         return names[id(layer)] if id(layer) in names else str(layer.name)
 

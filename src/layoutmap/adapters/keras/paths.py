@@ -69,9 +69,9 @@ def find_variables(root: object) -> list[VariableWithPaths]:
     return number_duplicate_paths(found.values())
 
 
-def number_duplicate_paths(numbered_variables: Iterable[VariableWithPaths]) -> list[VariableWithPaths]:
+def number_duplicate_paths(variables_with_paths: Iterable[VariableWithPaths]) -> list[VariableWithPaths]:
     """Append numbers to paths that occur more than once, so that all paths differ. Return all variables as a list."""
-    every = list(numbered_variables)
+    every = list(variables_with_paths)
     for each, path in zip(every, make_unique_names([each.path for each in every]), strict=True):
         each.path = path
     return every
@@ -112,8 +112,8 @@ def find_layers(root: object) -> list[tuple[str, keras.Layer]]:
     return [(path, layer) for (path, _), layer in found.items()]
 
 
-def name_direct_sublayers(layer: object) -> dict[int, str]:
-    """Return the names of the layers in a layer's attributes and containers, by the id of the sublayer."""
+def collect_sublayer_names_by_id(layer: object) -> dict[int, str]:
+    """Return a dict from the id of each layer in a layer's attributes and containers to its name there."""
     names: dict[int, str] = {}
 
     def visit_children(owner: object, prefix: str) -> None:
@@ -150,7 +150,7 @@ def make_slot_path(
 
 
 def _list_variable_paths(root: object) -> list[tuple[str, object, bool]]:
-    """Return path, variable, and whether it is a seed state, for all variables below an object.
+    """Return tuples of a path, a variable, and whether it is a seed state, for all variables below an object.
 
     A shared object is visited once, and its paths are repeated for each occurrence.
     """
@@ -184,16 +184,16 @@ def _list_named_children(owner: object) -> list[tuple[str, object]]:
     children: list[tuple[str, object]] = []
     if isinstance(owner, (keras.Sequential, Functional)):
         children += zip(renumber_names(owner.layers), owner.layers, strict=True)
-    walked = [(name, value) for name, value in iterate_attributes(owner) if _can_have_variables(value)]
+    walked = [(name, value) for name, value in iterate_public_attributes(owner) if _can_have_variables(value)]
     single = [(n, v) for n, v in walked if not isinstance(v, (Mapping, list, tuple))]
     children += single + [(n, v) for n, v in walked if isinstance(v, (Mapping, list, tuple))]
     if isinstance(owner, keras.layers.Layer):
-        children += [*_list_unattached_objects(owner, children), *_iterate_aliased_variables(owner)]
+        children += [*_list_objects_without_attribute(owner, children), *_iterate_aliased_variables(owner)]
     return children
 
 
-def iterate_attributes(owner: object) -> Iterator[tuple[str, object]]:
-    """Yield name and value of an object's attributes under public names, without Keras's bookkeeping."""
+def iterate_public_attributes(owner: object) -> Iterator[tuple[str, object]]:
+    """Yield pairs of a public name and a value, of an object's attributes that are not Keras's bookkeeping."""
     # torch stores sublayers separately. List them first, because they usually precede variables, so that a variable
     # with two paths has the same first path on each backend.
     values = {**(vars(owner).get("_modules") or {}), **vars(owner)}
@@ -211,7 +211,7 @@ def _find_public_name(owner: object, name: str, values: Mapping[str, object]) ->
 
 
 def _iterate_aliased_variables(layer: object) -> Iterator[tuple[str, object]]:
-    """Yield aliases and variables of a user's layer: the private or public name that is not in the path.
+    """Yield pairs of an alias and a variable of a user's layer: its public or private name that is in no path.
 
     `tf.keras` has the path `d1._weight`, and here it is `d1.weight` if the layer has a property `weight`.
     """
@@ -235,11 +235,13 @@ def _can_have_variables(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(_can_have_variables(v) for v in value)
 
 
-def _list_unattached_objects(layer: object, children: list[tuple[str, object]]) -> list[tuple[str, object]]:
+def _list_objects_without_attribute(
+    layer: object, children: list[tuple[str, object]]
+) -> list[tuple[str, object]]:
     """Return pairs of a name and an object, for layers and variables that a layer tracks but has in no attribute."""
     known_ids: set[int] = set()
     for _, child in children:
-        _collect_ids(child, known_ids)
+        _add_nested_ids(child, known_ids)
     tracked = [
         *getattr(layer, "_layers", ()),
         *getattr(layer, "_trainable_variables", ()),
@@ -256,14 +258,14 @@ def _list_unattached_objects(layer: object, children: list[tuple[str, object]]) 
     ]
 
 
-def _collect_ids(child: object, ids: set[int]) -> None:
+def _add_nested_ids(child: object, ids: set[int]) -> None:
     """Add the ids of a value, and of all values in it if it is a container, to `ids`."""
     ids.add(id(child))
     if isinstance(child, keras.random.SeedGenerator):
         ids.add(id(child.state))
     elif isinstance(child, Mapping):
         for value in child.values():
-            _collect_ids(value, ids)
+            _add_nested_ids(value, ids)
     elif isinstance(child, (list, tuple)):
         for value in child:
-            _collect_ids(value, ids)
+            _add_nested_ids(value, ids)

@@ -57,11 +57,11 @@ class _PendingVariable:
     def assign(self, value: object) -> object:
         if in_stateless_scope() or not is_host_array(value):
             return super().assign(value)  # type: ignore[misc]
-        getattr(self, SESSION).assign_to_pending(self, value)
+        getattr(self, SESSION).assign_to_pending_variable(self, value)
         return value if is_pending(self) else self.value
 
     def _direct_assign(self, value: object) -> None:
-        getattr(self, SESSION).assign_to_pending(self, value)
+        getattr(self, SESSION).assign_to_pending_variable(self, value)
 
 
 def make_variable_pending(variable: object, session: object) -> None:

@@ -106,16 +106,16 @@ ATTRIBUTES: NamesByOwner = (
 """Private names of instances or subclasses. The code of the class must mention them."""
 
 
-def check_private_names(more_names: NamesByOwner = ()) -> None:
+def check_private_names_exist(more_names: NamesByOwner = ()) -> None:
     """Raise if this Keras version lacks one of the private names that this package uses, or one of `more_names`."""
     missing = [
         f"{owner.__name__}.{name}"
         for owner, names in (*NAMES, *more_names)
         for name in names
-        if not any(name in vars(each) for each in _list_bases(owner))
+        if not any(name in vars(each) for each in _list_class_and_bases(owner))
     ]
     for owner, names in ATTRIBUTES:
-        used = {name for each in _list_bases(owner) for name in _iterate_names_in_methods(each)}
+        used = {name for each in _list_class_and_bases(owner) for name in _iterate_names_in_methods(each)}
         missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
     if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
         missing.append(_PENDING_LIST)
@@ -137,7 +137,7 @@ def check_private_names(more_names: NamesByOwner = ()) -> None:
         raise make_unsupported_error("keras", ", ".join(missing), ScopeError)
 
 
-def _list_bases(owner: object) -> list[Any]:
+def _list_class_and_bases(owner: object) -> list[Any]:
     """Return a class and its base classes except `object`. For a module, return a list of only the module."""
     return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
@@ -155,7 +155,7 @@ def _iterate_names_in_methods(owner: type) -> Iterator[str]:
 
 @functools.cache
 def _load_code_objects(module_name: str) -> dict[str, types.CodeType]:
-    """Return the code objects of all functions in a module's source, by qualified name."""
+    """Return a dict from qualified name to code object, of all functions in a module's source."""
     loader: Any = getattr(sys.modules[module_name], "__loader__", None)
     found: dict[str, types.CodeType] = {}
     todo = [loader.get_code(module_name)] if hasattr(loader, "get_code") else []
@@ -168,7 +168,7 @@ def _load_code_objects(module_name: str) -> dict[str, types.CodeType]:
 
 def check_keras_support(more_names: NamesByOwner = ()) -> None:
     """Raise if this Keras version is unsupported, or runs in NNX mode, in which variables start unsharded."""
-    check_private_names(more_names)
+    check_private_names_exist(more_names)
     warn_if_untested("keras")
     if keras.config.is_nnx_enabled():
         raise ScopeError(
@@ -180,29 +180,29 @@ def check_keras_support(more_names: NamesByOwner = ()) -> None:
 
 
 def strip_generated_number(name: str) -> str:
-    """Return a name without the number that Keras appended to make it unique. A number of the user's stays."""
+    """Return a name without the number that Keras appended to make it unique. A number that the user wrote stays."""
     prefix, _, number = name.rpartition("_")
     counts = global_state.get_global_attribute(_COUNTS) or {}
     return prefix if number.isdecimal() and 0 < int(number) < counts.get(prefix, 0) else name
 
 
 def count_generated_names() -> dict[str, int]:
-    """Return how many names Keras has generated in this process, by prefix."""
+    """Return a dict from prefix to the number of names with it that Keras has generated in this process."""
     return dict(global_state.get_global_attribute(_COUNTS) or {})
 
 
 def renumber_keras_path(path: str, counts_before: dict[str, int]) -> str:
-    """Return a path with numbers that count from `counts_before`, a result of `count_generated_names`."""
+    """Return a path with generated numbers reduced by `counts_before` (see `count_generated_names`)."""
     counts = count_generated_names()
 
-    def renumber(name: str) -> str:
+    def renumber_name(name: str) -> str:
         prefix, _, number = name.rpartition("_")
         first = counts_before.get(prefix, 0)
         if not first or not number.isdecimal() or not first <= int(number) < counts.get(prefix, 0):
             return name
         return f"{prefix}_{int(number) - first}" if int(number) > first else prefix
 
-    return "/".join(map(renumber, path.split("/")))
+    return "/".join(map(renumber_name, path.split("/")))
 
 
 class defer_values(ClosingContext):
@@ -213,11 +213,11 @@ class defer_values(ClosingContext):
         self._before = len(global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True))
         self._scope = keras.StatelessScope(initialize_variables=False)
 
-    def open(self) -> None:
+    def open_context(self) -> None:
         """Enter Keras's stateless scope."""
         self._scope.__enter__()
 
-    def close(self) -> None:
+    def close_context(self) -> None:
         """Leave the stateless scope as Keras does, even if an interrupt prevented Keras from it."""
         global_state.set_global_attribute(_STATELESS, self._outer)
         del global_state.get_global_attribute(_PENDING_LIST)[self._before :]

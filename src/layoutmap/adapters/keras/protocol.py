@@ -38,7 +38,7 @@ class ThreadState(threading.local):
 
     opening_depth: int = 0  # number of frames on the thread when the scope was opened (`count_user_frames`)
     call_depth: int = 0  # number of running calls of layers or steps
-    is_running_initializers: bool = False  # whether initializers run; their seeds then trigger no other draws
+    is_running_initializers: bool = False  # whether initializers run, so that draws draw no earlier seeds
     is_exporting: bool = False  # whether a model is being exported, so that it computes on one device
     # Maps a weight's layout to the one in which the called layer reads it. None: the usual layout.
     to_reading_layout: Callable[[Layout], Layout] | None = None
@@ -62,7 +62,7 @@ class KerasSession(Protocol):
     registry: Registry  # layers, optimizers, and variables of the scope
     # Models that were created outside all scopes, contain layers of this scope, and have been checked already.
     checked_outer_models: weakref.WeakSet[object]
-    load_watch: ClosingContext  # entered when a model is saved to a file; see `copies.make_load_watch`
+    load_warning_context: ClosingContext  # entered when a model of the scope is saved to a file
     gathering_level: int  # the gathering level that the backend needs so far, see `GatheringLevel`
     lock: threading.RLock  # held while weights are created, and by calls and steps on the mesh
 
@@ -79,11 +79,11 @@ class KerasSession(Protocol):
         """Set the layout of every variable in the scope, and the value of every pending one."""
         ...
 
-    def plan_pending_variables(self) -> None:
+    def assign_layouts_before_loading(self) -> None:
         """Assign layouts to pending variables before their values are assigned one by one from a file."""
         ...
 
-    def restore_optimizer_if_unused(self, optimizer: object) -> None:
+    def unwrap_optimizer_if_unused(self, optimizer: object) -> None:
         """Restore the methods of an optimizer, unless a model of the scope still uses it."""
         ...
 
@@ -105,7 +105,7 @@ class Backend(ABC):
     """Adapt layoutmap to one backend of Keras. Methods with a body here are the defaults."""
 
     engine_name: ClassVar[str]
-    # Why an initializer must compute the global value on one device, by the name of its class.
+    # Maps the class name of an initializer to the reason why it must compute the global value on one device.
     global_init_reasons: ClassVar[Mapping[str, str]]
     # Keras methods that do nothing while the thread is in a scope.
     methods_disabled_in_scope: ClassVar[Sequence[tuple[object, str]]] = ()
@@ -126,11 +126,11 @@ class Backend(ABC):
     # Types of stored arrays that Keras cannot convert, so they are assigned as they are.
     stored_types: tuple[type, ...] = ()
 
-    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
-        """Return why a variable cannot be stored padded, or an empty text if it can."""
+    def explain_why_padding_is_impossible(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored with padding in a layout, or an empty text if it can."""
         return f"Keras on {self.engine_name} stores no padding"
 
-    def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
+    def list_required_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
         """Return pairs of a class or module of Keras and the private names in it that this backend uses."""
         return ()
 
@@ -156,38 +156,40 @@ class Backend(ABC):
         """Return a layer's output in a layout. Gradients flow through the conversion."""
         return session.engine.relayout(array, layout)
 
-    def update_references(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
-        """Update the keys and parameters that optimizers and layers derived from values that were replaced."""
+    def track_new_values(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
+        """Make optimizers and layers use the new values of variables: update the keys and parameters for them."""
         return
 
-    def make_layer_wrappers(self, layer: object, session: KerasSession) -> WrappedMethods:
-        """Return wrappers of a layer's methods, by name, with which the layer computes in its layouts."""
+    def wrap_layer_methods(self, layer: object, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of a layer's methods, by name. They make the layer compute in its layouts."""
         return {}
 
     @staticmethod
     @abstractmethod
-    def make_training_wrappers(model: object, session: KerasSession) -> WrappedMethods:
-        """Return wrappers of a model's methods, by name, with which its steps keep layouts."""
+    def wrap_training_methods(model: object, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of a model's methods, by name. They make its steps keep the layouts of variables."""
 
-    def make_optimizer_wrappers(self, optimizer: object, session: KerasSession) -> WrappedMethods:
-        """Return wrappers of an optimizer's methods, by name, with which it updates variables in their layouts."""
+    def wrap_optimizer_methods(self, optimizer: object, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of an optimizer's methods, by name. They make updates keep the layouts of variables."""
         return {}
 
     @staticmethod
-    def find_unsupported_ops(layer: object, path: str, weights: list[str]) -> Iterable[UnsupportedFeature]:
-        """Yield a layer's operations that the backend cannot compute, by the paths of the layer and its weights."""
+    def find_unsupported_features(
+        layer: object, path: str, weights: list[str]
+    ) -> Iterable[UnsupportedFeature]:
+        """Yield the features of a layer that the backend lacks, with the paths of the layer and its weights."""
         return ()
 
     @abstractmethod
-    def compute_gradients(
+    def compute_losses_and_gradients(
         self, model: object, x: object, y: object, sample_weight: object
     ) -> tuple[dict[str, object], list[object]]:
-        """Return the training losses by name, and the gradients of trainable variables as numpy arrays.
+        """Return a dict of the training losses, and the gradients of trainable variables, as numpy arrays.
 
         The gradients of a model with a `train_step` of its own are those that it passes to its optimizers, or `None`.
         """
 
-    def use_same_draws_and_rows(self, model: object) -> AbstractContextManager[object]:
+    def use_comparable_draws_and_rows(self, model: object) -> AbstractContextManager[object]:
         """Make models that are compared use the same random numbers and rows until the block ends.
 
         Draws from the process's own generator, which is no variable of the model, depend here only on how often the
@@ -196,7 +198,7 @@ class Backend(ABC):
         return nullcontext()
 
     def read_random_states(self) -> dict[str, object]:
-        """Return the states of the process's random generators that layers draw from, by name."""
+        """Return a dict from name to state, of the random generators of the process that layers draw from."""
         return {}
 
     def restore_random_states(self, states: Mapping[str, object]) -> None:
@@ -212,7 +214,7 @@ _BACKENDS = {
 
 
 def get_backend(name: str) -> Backend:
-    """Return the backend with this name.
+    """Return layoutmap's object for a backend of Keras.
 
     Raises:
         ScopeError: No backend has this name.
@@ -229,9 +231,9 @@ def get_backend(name: str) -> Backend:
 
 def read_global_value(variable: keras.Variable) -> Any:
     """Return the global value of a variable, as a numpy array."""
-    return get_engine(get_backend(get_backend_name()).engine_name).to_numpy(variable.value)
+    return get_engine(get_backend(get_keras_backend_name()).engine_name).to_numpy(variable.value)
 
 
-def get_backend_name() -> str:
+def get_keras_backend_name() -> str:
     """Return the name of the backend that Keras uses."""
     return keras.backend.backend()

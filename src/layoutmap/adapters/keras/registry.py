@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _VariableRecord:
-    """Hold the parent, tag, layout, layer, and kind of a variable until it is deleted."""
+    """Hold the weight of a slot, and the `_layout`, layout, layer, and kind of a variable, until it is deleted."""
 
     variable: weakref.ref[Any]
-    parent: weakref.ref[object] | None = None
-    tag: object = None
+    weight: weakref.ref[object] | None = None
+    keras_layout: object = None
     layout: Layout | None = None
     layer: weakref.ref[object] | None = None
     kind: Kind = Kind.METRIC
@@ -33,7 +33,7 @@ class Registry:
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[object]] = []
         self._records: dict[int, _VariableRecord] = {}  # records by the variable's id, in order of creation
-        self._tagged: dict[int, _VariableRecord] = {}  # records by the id of the variable's tag
+        self._records_by_keras_layout: dict[int, _VariableRecord] = {}  # by the id of a variable's `_layout`
 
     # -- layers and optimizers
 
@@ -47,8 +47,8 @@ class Registry:
         if not any(ref() is optimizer for ref in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
-    def remove_owner(self, owner: object) -> None:
-        """Remove a layer or an optimizer with its variables."""
+    def remove_layer_or_optimizer(self, owner: object) -> None:
+        """Remove a layer or an optimizer, and its variables."""
         self._layers = [ref for ref in self._layers if ref() is not owner]
         self._optimizers = [ref for ref in self._optimizers if ref() is not owner]
         for variable in getattr(owner, "variables", ()):
@@ -78,7 +78,7 @@ class Registry:
         record = self._records.get(id(variable))
         return record.layer() if record is not None and record.layer is not None else None
 
-    def find_kind(self, variable: object) -> Kind:
+    def find_standalone_kind(self, variable: object) -> Kind:
         """Return the kind of a variable that belongs to no layer and no optimizer."""
         record = self._records.get(id(variable))
         return record.kind if record is not None else Kind.METRIC
@@ -95,34 +95,34 @@ class Registry:
         """Return the variables that still exist, in the order of creation."""
         return [v for record in list(self._records.values()) if (v := record.variable()) is not None]
 
-    def set_parent(self, variable: object, parent: object) -> None:
-        """Record that a variable is a slot of `parent`."""
-        self._get_or_create_record(variable).parent = weakref.ref(parent)
+    def set_slot_weight(self, slot: object, weight: object) -> None:
+        """Record that a variable is an optimizer slot of `weight`."""
+        self._get_or_create_record(slot).weight = weakref.ref(weight)
 
-    def find_parent(self, variable: object) -> Any:
+    def find_slot_weight(self, slot: object) -> Any:
         """Return the weight that a slot belongs to, or None."""
-        record = self._records.get(id(variable))
-        return record.parent() if record is not None and record.parent is not None else None
+        record = self._records.get(id(slot))
+        return record.weight() if record is not None and record.weight is not None else None
 
-    def set_layout(self, variable: object, layout: Layout, tag: object) -> None:
+    def set_layout(self, variable: object, layout: Layout, keras_layout: object) -> None:
         """Record the layout of a variable, and the object that is now its `_layout`."""
         record = self._get_or_create_record(variable)
-        self._tagged.pop(id(record.tag), None)
-        record.tag = tag
-        self._tagged[id(tag)] = record
-        record.layout = layout  # set last, so that after an interrupt the variable gets its layout again
+        self._records_by_keras_layout.pop(id(record.keras_layout), None)
+        record.keras_layout = keras_layout
+        self._records_by_keras_layout[id(keras_layout)] = record
+        record.layout = layout  # set last, so that after an interrupt it is missing, and is set again
 
     def get_layout(self, variable: object) -> Layout | None:
         """Return the layout that was recorded for a variable, or None if it has no layout yet."""
         record = self._records.get(id(variable))
         return record.layout if record is not None else None
 
-    def find_variable_by_tag(self, tag: object) -> object:
-        """Return the variable with this `_layout` tag, or None. Keras copies a weight's tag to its slots."""
-        if isinstance(tag, weakref.ref):
-            return tag()
-        record = self._tagged.get(id(tag))
-        return record.variable() if record is not None and record.tag is tag else None
+    def find_variable_by_keras_layout(self, keras_layout: object) -> object:
+        """Return the variable with this `_layout`, or None. Keras copies the `_layout` of a weight to its slots."""
+        if isinstance(keras_layout, weakref.ref):
+            return keras_layout()
+        record = self._records_by_keras_layout.get(id(keras_layout))
+        return record.variable() if record is not None and record.keras_layout is keras_layout else None
 
     def _get_or_create_record(self, variable: object) -> _VariableRecord:
         variable_id = id(variable)
@@ -138,7 +138,7 @@ class Registry:
     def _remove_record(self, variable_id: int) -> None:
         record = self._records.pop(variable_id, None)
         if record is not None:
-            self._tagged.pop(id(record.tag), None)
+            self._records_by_keras_layout.pop(id(record.keras_layout), None)
 
 
 class RegistryCache(Generic[T]):
@@ -154,7 +154,7 @@ class RegistryCache(Generic[T]):
         return self._version == self._registry.version
 
     def store_entries(self, entries: Mapping[int, T]) -> None:
-        """Store the current entries by the id of the object."""
+        """Store a dict from the id of an object to its entry, for the present state of the registry."""
         self._version, self._entries = self._registry.version, entries
 
     def get_entry(self, key_object: object) -> T | None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 import keras
 
 from layoutmap.adapters.keras.paths import iterate_sublayers
-from layoutmap.core.variables import Use
+from layoutmap.core.variables import AxesUse
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
@@ -25,8 +25,8 @@ _HEAD_SIZES = ("head_dim", "key_value_dim")
 """Attributes with the size of a head, in attention layers that have all heads in one axis."""
 
 
-def find_weight_uses(layers: Iterable[object]) -> dict[int, Use]:
-    """Return the known roles of the axes of layers' weights, by the id of the variable."""
+def find_weight_axis_roles(layers: Iterable[object]) -> dict[int, AxesUse]:
+    """Return a dict from the id of a weight to the known roles of its axes in its layer's computation."""
     layers = list(layers)
     head_sizes = {
         id(child): size
@@ -35,12 +35,12 @@ def find_weight_uses(layers: Iterable[object]) -> dict[int, Use]:
         for child in iterate_sublayers(layer)
         if isinstance(child, keras.layers.Dense)  # an EinsumDense has an axis for heads instead
     }
-    found: dict[int, Use] = {}
+    found: dict[int, AxesUse] = {}
     for layer in layers:
         for attribute, roles in _iterate_weight_roles(layer):
             variable = getattr(layer, attribute, None)
             if isinstance(variable, keras.Variable) and len(variable.shape) == len(roles):
-                found.setdefault(id(variable), Use(roles, head_sizes.get(id(layer))))
+                found.setdefault(id(variable), AxesUse(roles, head_sizes.get(id(layer))))
     return found
 
 
@@ -51,7 +51,7 @@ def _find_head_size(layer: object) -> int | None:
 
 
 def _iterate_weight_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the attributes of a layer's weights, and the roles of each weight's axes."""
+    """Yield pairs of a weight's attribute in a layer and the roles of the weight's axes."""
     if isinstance(layer, keras.layers.Dense):
         yield "_kernel", ("in.0", "out.0")
         yield "bias", ("out.0",)
@@ -66,7 +66,7 @@ def _iterate_weight_roles(layer: object) -> Iterator[tuple[str, tuple[str, ...]]
 
 
 def _iterate_einsum_roles(equation: str, bias_axes: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the attributes of an `EinsumDense` layer's weights, and the roles of their axes in its equation."""
+    """Yield pairs of a weight's attribute in an `EinsumDense` layer and the roles of the weight's axes."""
     operands, _, result = equation.replace("...", "").replace(" ", "").partition("->")
     inputs, _, kernel = operands.partition(",")
     summed = [letter for letter in kernel if letter in inputs and letter not in result]

@@ -28,20 +28,20 @@ from layoutmap.adapters.keras.call_stack import (
     count_user_frames,
     describe_running_layer,
     is_calling_layer,
-    iterate_running_owners,
+    iterate_running_keras_objects,
 )
-from layoutmap.adapters.keras.copies import make_load_watch
+from layoutmap.adapters.keras.copies import make_load_warning_context
 from layoutmap.adapters.keras.describing import (
     DescribedVariable,
     describe_standalone_variable,
     describe_variables,
-    find_unsupported_ops,
+    find_unsupported_features,
     list_layer_paths,
 )
 from layoutmap.adapters.keras.existing_layers import find_unscoped_layers, make_existing_object_error
 from layoutmap.adapters.keras.hooks import install_hooks
-from layoutmap.adapters.keras.initializers import explain_global_init
-from layoutmap.adapters.keras.loading import check_shape
+from layoutmap.adapters.keras.initializers import explain_why_initialized_unsharded
+from layoutmap.adapters.keras.loading import check_value_shape
 from layoutmap.adapters.keras.materialize import Materializer
 from layoutmap.adapters.keras.names import has_constructor_texts, record_constructor_texts
 from layoutmap.adapters.keras.path_lookup import PathLookup
@@ -50,7 +50,7 @@ from layoutmap.adapters.keras.pending import is_pending, make_variable_pending
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, ThreadState
 from layoutmap.adapters.keras.registry import Registry, RegistryCache
 from layoutmap.adapters.keras.training import create_missing_variables, register_training_variables
-from layoutmap.adapters.keras.untracked import find_ids_outside_models
+from layoutmap.adapters.keras.untracked import find_possible_garbage_ids
 from layoutmap.adapters.keras.wraps import get_session, unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import compute_checksum
@@ -74,7 +74,7 @@ class Session(KerasSession):
         self.backend = backend
         self.thread_state = ThreadState()
         self.gathering_level = 0
-        self.load_watch = make_load_watch()
+        self.load_warning_context = make_load_warning_context()
         self.checked_outer_models = weakref.WeakSet[object]()
         self.lock = threading.RLock()
         self.registry = Registry()
@@ -84,7 +84,7 @@ class Session(KerasSession):
         self._path_lookup = PathLookup(self.registry)
         self._planned_ahead = RegistryCache[Assignment](self.registry)
         self._outputs = RegistryCache[tuple[str, Layout | None]](self.registry)
-        self._kept: set[int] = set()  # ids of objects outside models that garbage collection did not free
+        self._unfreed_ids: set[int] = set()  # ids of objects that are in no model and were not garbage
         self._is_materializing = False
         self._failed = False
         self._names_before = private.count_generated_names()
@@ -106,7 +106,7 @@ class Session(KerasSession):
             yield
         if not inside:
             if private.in_stateless_scope() and self.backend.is_tracing():
-                private.call_after_stateless_scope(self._materialize_unless_open)
+                private.call_after_stateless_scope(self._materialize_unless_scope_is_open)
             else:
                 self.materialize_variables()
 
@@ -130,7 +130,7 @@ class Session(KerasSession):
         one, because a plan must leave existing layers unchanged.
         """
         plan_only, outermost = self.context.plan_only, None
-        for maker in iterate_running_owners(self.thread_state.opening_depth):
+        for maker in iterate_running_keras_objects(self.thread_state.opening_depth):
             is_layer = isinstance(maker, keras.layers.Layer)
             if is_layer and get_session(maker) is not None:
                 has_outer = outermost is not None and plan_only
@@ -142,7 +142,7 @@ class Session(KerasSession):
         return None if outermost is None else make_existing_object_error(outermost, plan_only)
 
     @contextmanager
-    def advance_or_restore_seed(self, generator: Any) -> Iterator[None]:
+    def order_or_undo_seed_draw(self, generator: Any) -> Iterator[None]:
         """Let the block draw a seed from Keras's generator in the order of unsharded Keras.
 
         For this, first draw the seeds of variables that were created earlier. In a plan, restore the generator's state
@@ -155,19 +155,19 @@ class Session(KerasSession):
             yield
             generator.state.assign(before)
         else:
-            self.draw_earlier_seeds()
+            self.draw_seeds_of_earlier_variables()
             yield
 
-    def draw_earlier_seeds(self, variable: object = None) -> None:
-        """Draw the seeds of variables created before `variable`, or of all for None, as unsharded Keras would."""
-        with self.lock, self._leave_tracing():
-            self._materializer.draw_earlier_seeds(variable, self.initialize_pending_variable)
+    def draw_seeds_of_earlier_variables(self, variable: object = None) -> None:
+        """Draw the seeds of variables created before `variable`, or of all if it is None, as unsharded Keras does."""
+        with self.lock, self._leave_tracing_unless_planning():
+            self._materializer.draw_seeds_of_earlier_variables(variable, self.initialize_pending_variable)
 
     def record_optimizer(self, optimizer: object) -> None:
         """Wrap an optimizer that is being constructed in this scope."""
         wrap_optimizer(optimizer, self)
 
-    def restore_optimizer_if_unused(self, optimizer: object) -> None:
+    def unwrap_optimizer_if_unused(self, optimizer: object) -> None:
         """Restore the methods of an optimizer, unless a model of the scope still uses it."""
         if not any(getattr(layer, "optimizer", None) is optimizer for layer in self.registry.list_layers()):
             unwrap_optimizer(optimizer)
@@ -175,7 +175,7 @@ class Session(KerasSession):
     def construct_variable(
         self, variable: Any, original_init: Callable[..., None], initializer: Any, args: Any, kwargs: Any
     ) -> None:
-        """Construct and record a variable. It is pending, unless its initializer is an array or a number."""
+        """Construct and record a variable, without a value unless its initializer is an array or a number."""
         reference = kwargs.get("layout")
         if self.context.plan_only and isinstance(initializer, (int, float)) and kwargs.get("dtype"):
             # Keras would create an array from a number and start the backend, so pass an initializer instead.
@@ -185,24 +185,24 @@ class Session(KerasSession):
                 original_init(variable, initializer, *args, **kwargs)
             make_variable_pending(variable, self)
             self._materializer.record_pending_variable(variable)
-            # A variable without a layout has no tag yet, so it is its own tag (`Registry.find_variable_by_tag`).
+            # Keras copies `_layout` to slots, so let it tell the variable even before the variable has a layout.
             variable._layout = weakref.ref(variable)
         else:
             original_init(variable, initializer, *args, **kwargs)
-        found = list(iterate_running_owners(self.thread_state.opening_depth))
+        found = list(iterate_running_keras_objects(self.thread_state.opening_depth))
         if found:
             layer = next((maker for maker in found if isinstance(maker, keras.layers.Layer)), None)
             self.registry.add_variable(variable, layer)
         else:  # user code created a standalone variable
             record_constructor_texts(variable, [v for v in (*args, *kwargs.values()) if isinstance(v, str)])
             self.registry.add_variable(variable, kind=Kind.WEIGHT if variable.trainable else Kind.STATE)
-        parent = self.registry.find_variable_by_tag(reference)
+        parent = self.registry.find_variable_by_keras_layout(reference)
         if parent is not None:
-            self.registry.set_parent(variable, parent)
+            self.registry.set_slot_weight(variable, parent)
 
     # -- describing
 
-    def list_unbuilt_layers(self) -> list[str]:
+    def list_unbuilt_layer_names(self) -> list[str]:
         """Return the names of layers that have no weights yet, because they create them in their first call."""
         return [
             layer.name
@@ -212,15 +212,15 @@ class Session(KerasSession):
 
     # -- materializing
 
-    def _leave_tracing(self) -> AbstractContextManager[object]:
+    def _leave_tracing_unless_planning(self) -> AbstractContextManager[object]:
         """Leave any trace until the block ends. In a plan, stay in it, because leaving might start a backend."""
         return nullcontext() if self.context.plan_only else self.backend.leave_tracing()
 
     def materialize_variables(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value."""
-        with self.lock, self._leave_tracing():
+        with self.lock, self._leave_tracing_unless_planning():
             waiting = self.registry.list_variables()
-            # An early read gives a new variable its value and layout, so only the version shows that it is new.
+            # An early read gives a new variable its value and layout, so only the registry's version tells that.
             has_new = self.registry.version != self._version_planned
             if not has_new and not any(is_pending(v) or self.registry.get_layout(v) is None for v in waiting):
                 return
@@ -239,18 +239,18 @@ class Session(KerasSession):
 
         With several processes the garbage collector always runs, so that all of them describe the same variables.
         """
-        if self.context.spans_processes or not find_ids_outside_models(self.registry) <= self._kept:
+        if self.context.spans_processes or not find_possible_garbage_ids(self.registry) <= self._unfreed_ids:
             gc.collect()
-            self._kept = find_ids_outside_models(self.registry)
+            self._unfreed_ids = find_possible_garbage_ids(self.registry)
 
     def _plan_and_materialize(self, variables: list[object]) -> None:
         """Assign layouts to all variables. Unless this is a plan, initialize pending ones, and convert the others."""
         entries = describe_variables(self.registry)
-        assignments = self._assign_layouts(entries, is_complete=not self.list_unbuilt_layers())
+        assignments = self._assign_layouts(entries, is_complete=not self.list_unbuilt_layer_names())
         if not self.context.plan_only:
             # The plan has the weights of existing layers inside models of this scope, so shard these layers, too.
             for layer in list(find_unscoped_layers(self.registry.list_layers(), get_session)):
-                self._adopt_layer(layer)
+                self._wrap_existing_layer(layer)
         self._version_planned = self.registry.version
         if self.context.plan_only:
             return
@@ -270,9 +270,9 @@ class Session(KerasSession):
         for variable in variables:
             if is_pending(variable) and private.is_global_seed_variable(variable):
                 self._materializer.initialize_variable_unsharded(variable)
-        self.backend.update_references(self.registry.list_optimizers(), self.registry.list_layers())
+        self.backend.track_new_values(self.registry.list_optimizers(), self.registry.list_layers())
 
-    def _adopt_layer(self, layer: object) -> None:
+    def _wrap_existing_layer(self, layer: object) -> None:
         """Wrap an existing layer. Drop a model's compiled steps, because they were made for unsharded weights."""
         self.record_layer(layer)
         if isinstance(layer, keras.Model):
@@ -282,8 +282,8 @@ class Session(KerasSession):
         """Return the planned layouts of variables. `is_complete` means that all layers are built."""
         return self.context.assign_layouts(
             [self._rename_as_in_new_process(e.spec) for e in entries],
-            {e.spec.key: why for e in entries if (why := self._explain_global_init(e))},
-            find_unsupported_ops(self.backend, self.registry.list_layers(), entries),
+            {e.spec.key: why for e in entries if (why := self._explain_why_initialized_unsharded(e))},
+            find_unsupported_features(self.backend, self.registry.list_layers(), entries),
             is_complete,
             {path: _find_output_rank(layer) for path, layer in list_layer_paths(self.registry.list_layers())}
             if self.policy.activations or self.backend.compiler_chooses_layouts
@@ -313,13 +313,15 @@ class Session(KerasSession):
             self._outputs.store_entries(found)
         return self._outputs.get_entry(layer) or ("", None)
 
-    def _explain_global_init(self, entry: DescribedVariable) -> str:
+    def _explain_why_initialized_unsharded(self, entry: DescribedVariable) -> str:
         """Return why a pending variable's value must be computed on one device, or an empty text if it need not."""
         if entry.spec.kind not in (Kind.WEIGHT, Kind.STATE) or not is_pending(entry.variable):
             return ""
-        return explain_global_init(entry.variable._initializer, self.backend.global_init_reasons)
+        return explain_why_initialized_unsharded(
+            entry.variable._initializer, self.backend.global_init_reasons
+        )
 
-    def _materialize_unless_open(self) -> None:
+    def _materialize_unless_scope_is_open(self) -> None:
         """Materialize the variables, unless the scope is open, which will do so at its end.
 
         Keras calls this when it leaves its symbolic code, often where it catches every exception. So the errors of a
@@ -338,7 +340,7 @@ class Session(KerasSession):
         Inside the scope, only this variable is initialized, and in a plan it stays pending. After the scope, variables
         are pending only if an error stopped `materialize_variables`, so call it again.
         """
-        with self.lock, self._leave_tracing():
+        with self.lock, self._leave_tracing_unless_planning():
             if is_pending(variable) and private.is_global_seed_variable(variable):
                 self._materializer.initialize_variable_unsharded(variable)
             elif not self._is_scope_open and not self._is_materializing:
@@ -346,29 +348,29 @@ class Session(KerasSession):
             if not is_pending(variable):
                 return
             if self.context.plan_only:
-                self._check_plan_read(variable)
+                self._check_read_in_plan(variable)
                 return
-            self.draw_earlier_seeds(variable)
+            self.draw_seeds_of_earlier_variables(variable)
             entry = self._describe_variable(variable)
-            self._materializer.initialize_variables([(entry, self._find_early_assignment(entry))])
+            self._materializer.initialize_variables([(entry, self._find_assignment_ahead_of_plan(entry))])
 
-    def assign_to_pending(self, variable: keras.Variable, value: Any) -> None:
+    def assign_to_pending_variable(self, variable: keras.Variable, value: Any) -> None:
         """Store a value in a pending variable without running its initializer. In a plan, only check its shape."""
-        with self.lock, self._leave_tracing():
+        with self.lock, self._leave_tracing_unless_planning():
             if self._failed and not self._is_scope_open and not self._is_materializing:
                 self.materialize_variables()
             if self.context.plan_only and self._is_scope_open:
                 if tuple(variable.shape) != tuple(value.shape):
-                    check_shape(variable, self.find_variable_path(variable), value)
+                    check_value_shape(variable, self.find_variable_path(variable), value)
                 return
             entry = self._describe_variable(variable)
             self.raise_if_plan_only(entry.spec.path)
-            self.draw_earlier_seeds(variable)
-            self._materializer.assign_first_value(variable, self._find_early_assignment(entry), value)
+            self.draw_seeds_of_earlier_variables(variable)
+            self._materializer.assign_first_value(variable, self._find_assignment_ahead_of_plan(entry), value)
 
-    def plan_pending_variables(self) -> None:
+    def assign_layouts_before_loading(self) -> None:
         """Assign layouts to pending variables before their values are assigned one by one from a file."""
-        with self.lock, self._leave_tracing():
+        with self.lock, self._leave_tracing_unless_planning():
             if self.registry.version != self._version_planned and not self._planned_ahead.is_current():
                 entries = describe_variables(self.registry)
                 found = self._assign_layouts(entries, is_complete=False)
@@ -377,10 +379,10 @@ class Session(KerasSession):
 
     def find_variable_path(self, variable: object) -> str:
         """Return the object path of a variable for messages."""
-        with self.lock, self._leave_tracing():
+        with self.lock, self._leave_tracing_unless_planning():
             return self._describe_variable(variable).spec.path
 
-    def _find_early_assignment(self, entry: DescribedVariable) -> Assignment:
+    def _find_assignment_ahead_of_plan(self, entry: DescribedVariable) -> Assignment:
         """Return the layout of a variable that gets its value before the layouts of all variables are assigned."""
         return self._planned_ahead.get_entry(entry.variable) or self.context.assign_single_layout(
             self._rename_as_in_new_process(entry.spec)
@@ -399,7 +401,7 @@ class Session(KerasSession):
                 else "build it with values: with layout_map.scope(): model = make_model()",
             )
 
-    def _check_plan_read(self, variable: Any) -> None:
+    def _check_read_in_plan(self, variable: Any) -> None:
         """Raise if a plan cannot return zeros as the value of a weight that is being read."""
         if not self._is_scope_open or is_calling_layer():
             self.raise_if_plan_only(self.find_variable_path(variable))
@@ -424,7 +426,7 @@ class Session(KerasSession):
         spec = self._specs.get_entry(variable)
         if spec:
             return DescribedVariable(variable, spec)
-        return describe_standalone_variable(variable, self.registry.find_kind(variable))
+        return describe_standalone_variable(variable, self.registry.find_standalone_kind(variable))
 
     # -- entry points
 
@@ -436,7 +438,7 @@ class Session(KerasSession):
     def shard_model(self, model: keras.Model) -> object:
         """Shard an existing model as if it had been built in this scope, and return it."""
         for layer in model._flatten_layers():
-            self._adopt_layer(layer)
+            self._wrap_existing_layer(layer)
         for found in find_variables(model):
             self.registry.add_variable(found.variable)
         if isinstance(model, keras.Model):

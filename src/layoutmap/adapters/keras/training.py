@@ -19,8 +19,8 @@ from layoutmap.adapters.keras.fingerprints import describe_step_program
 from layoutmap.adapters.keras.protocol import KerasSession, read_global_value
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
-from layoutmap.engines.agreement import CallSchedule, check_same_batch, check_same_program
-from layoutmap.engines.patches import set_temporarily, wrap_in_context
+from layoutmap.engines.agreement import CallComparisonSchedule, check_same_batch, check_same_program
+from layoutmap.engines.patches import set_attribute_temporarily, wrap_in_context
 
 
 def create_missing_variables(model: Any, inputs: object) -> None:
@@ -56,7 +56,7 @@ def _call_with_symbolic_inputs(model: keras.Model, symbolic_inputs: object) -> N
             f"{model.name}: the model cannot be called with inputs of these shapes",
             facts={"inputs": given, type(error).__name__: next(said, "")},
             why="to create its weights, the model is called with symbolic inputs, which have shapes but no values",
-            fix="pass inputs= of the shapes, types and nesting with which the model is called",
+            fix="pass inputs= with the shapes, types, and nesting of the model's inputs",
         ) from error
 
 
@@ -83,7 +83,7 @@ def register_training_variables(model: keras.Model, session: KerasSession) -> No
     weights = list(model.trainable_variables)
     for slot, parent in zip(slots, find_slot_weights(slots, weights), strict=True):
         if parent is not None and not session.registry.has_variable(slot):
-            session.registry.set_parent(slot, parent)
+            session.registry.set_slot_weight(slot, parent)
     for variable in (*model.variables, *slots, *model.metrics_variables):
         session.registry.add_variable(variable)
 
@@ -107,20 +107,20 @@ def materialize_training_variables(model: keras.Model, session: KerasSession) ->
     session.materialize_variables()
 
 
-def make_step_wrappers(
+def wrap_step_factories(
     model: keras.Model,
     session: KerasSession,
-    schedule: CallSchedule,
+    schedule: CallComparisonSchedule,
     make_step: Callable[[str, Callable[[], Any]], Any],
     wrappers: Mapping[str, Callable[..., object]] = MappingProxyType({}),
 ) -> dict[str, Callable[..., object]]:
-    """Return wrappers of the methods with which a model makes its steps, together with `wrappers`.
+    """Return `wrappers`, and wrappers of `make_train_function` and the like, which make a model's steps.
 
     `make_step` takes `"train"`, `"test"`, or `"predict"`, and a function that returns Keras's own step, and returns
     the step to run. With several processes, the wrappers also tell the schedule which step begins an epoch.
     """
 
-    def wrap_make_function(step_name: str) -> Callable[..., object]:
+    def wrap_make_step_function(step_name: str) -> Callable[..., object]:
         original, attribute = getattr(model, f"make_{step_name}_function"), f"{step_name}_function"
 
         @functools.wraps(original)
@@ -144,8 +144,8 @@ def make_step_wrappers(
 
         return make_function
 
-    makes = {f"make_{name}_function": wrap_make_function(name) for name in ("train", "test", "predict")}
-    epochs = _make_epoch_wrappers(model, schedule, wrappers) if session.context.spans_processes else {}
+    makes = {f"make_{name}_function": wrap_make_step_function(name) for name in ("train", "test", "predict")}
+    epochs = _wrap_to_track_epochs(model, schedule, wrappers) if session.context.spans_processes else {}
     return {**wrappers, **makes, **epochs}
 
 
@@ -154,7 +154,7 @@ def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[...,
 
     @functools.wraps(fit)
     def check_and_fit(*args: object, **kwargs: object) -> object:
-        _check_callbacks(kwargs.get("callbacks"), session)
+        _check_tensorboard_callbacks(kwargs.get("callbacks"), session)
         batches = session.policy.batches
         batches.clear()
         result = fit(*args, **kwargs)
@@ -165,7 +165,7 @@ def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[...,
     return check_and_fit
 
 
-def _check_callbacks(callbacks: object, session: KerasSession) -> None:
+def _check_tensorboard_callbacks(callbacks: object, session: KerasSession) -> None:
     """Raise for TensorBoard options that would fail at the end of the first epoch."""
     for callback in getattr(callbacks, "callbacks", None) or keras.tree.flatten(callbacks):
         if isinstance(callback, keras.callbacks.TensorBoard) and callback.histogram_freq:
@@ -180,10 +180,10 @@ def _check_callbacks(callbacks: object, session: KerasSession) -> None:
                 )
 
 
-def _make_epoch_wrappers(
-    model: keras.Model, schedule: CallSchedule, other_wrappers: Mapping[str, Callable[..., object]]
+def _wrap_to_track_epochs(
+    model: keras.Model, schedule: CallComparisonSchedule, other_wrappers: Mapping[str, Callable[..., object]]
 ) -> dict[str, Callable[..., object]]:
-    """Return wrappers of a model's methods that tell its schedule which step is the first of an epoch."""
+    """Return wrappers of a model's methods, by name. They tell `schedule` which step is the first of an epoch."""
     reset = model.reset_metrics
 
     @functools.wraps(reset)
@@ -192,7 +192,7 @@ def _make_epoch_wrappers(
         schedule.begins_epoch = schedule.is_in_epochs
         reset()
 
-    in_epochs = functools.partial(set_temporarily, schedule, "is_in_epochs", True)
+    in_epochs = functools.partial(set_attribute_temporarily, schedule, "is_in_epochs", True)
     loops = {name: other_wrappers.get(name) or getattr(model, name) for name in ("fit", "evaluate")}
     loops = {name: wrap_in_context(original, in_epochs) for name, original in loops.items()}
     return {"reset_metrics": reset_and_begin_epoch, **loops}
@@ -218,7 +218,7 @@ def has_shape(value: object) -> bool:
 
 
 def place_batch(batch: object, session: KerasSession, can_place: Callable[[object], bool] = has_shape) -> Any:
-    """Shard the arrays of a batch that `can_place` accepts along the first axis, or replicate them if uneven."""
+    """Shard the arrays that `can_place` accepts along the first axis, or replicate them if that is uneven."""
 
     def place_array(array: Any) -> object:
         if not can_place(array):
@@ -228,14 +228,16 @@ def place_batch(batch: object, session: KerasSession, can_place: Callable[[objec
     return keras.tree.map_structure(place_array, batch, none_is_leaf=True)
 
 
-def compare_batches(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> bool:
+def compare_between_processes(
+    batch: object, session: KerasSession, schedule: CallComparisonSchedule | None = None
+) -> bool:
     """Raise if processes that must pass the same batch do not. Return whether the batches were compared.
 
     Without a schedule, every call is compared.
     """
     if not (session.context.spans_processes and session.context.options.check_batches):
         return False
-    if schedule is not None and not schedule.count_call():
+    if schedule is not None and not schedule.should_compare_next_call():
         return False
     leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
     call = None if schedule is None else schedule.calls
@@ -253,7 +255,7 @@ def compute_loss(model: keras.Model, batch: Any) -> Any:
 
 
 @contextmanager
-def keep_model_state(model: keras.Model) -> Generator[None]:
+def preserve_model_state(model: keras.Model) -> Generator[None]:
     """Restore statistics, seeds, and metrics of a model when the block ends without an error."""
     before = [(v, read_global_value(v)) for v in (*model.non_trainable_variables, *model.metrics_variables)]
     yield
@@ -266,8 +268,8 @@ def has_custom_train_step(model: keras.Model) -> bool:
     return type(model).train_step is not keras.Model.train_step
 
 
-def call_custom_train_step(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
-    """Return the logs of a model's own `train_step`, and the gradients that it passes to its optimizers."""
+def record_custom_train_step(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
+    """Run a model's own `train_step`, but update no weight. Return its logs, and the gradients for its optimizers."""
     with record_gradients(model) as found:
         logs = model.train_step(batch)
     return logs, [found.get(id(variable)) for variable in model.trainable_variables]
@@ -275,7 +277,7 @@ def call_custom_train_step(model: keras.Model, batch: object) -> tuple[Any, list
 
 @contextmanager
 def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
-    """Make a model's optimizers only record gradients until the block ends. Yield these by variable id."""
+    """Make a model's optimizers only record gradients until the block ends. Yield a dict from variable id to them."""
     found: dict[int, object] = {}
     held = [model.optimizer, *vars(model).values()]
     optimizers = {id(each): each for each in held if isinstance(each, keras.optimizers.Optimizer)}.values()

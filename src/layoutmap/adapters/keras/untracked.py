@@ -16,7 +16,7 @@ from layoutmap.adapters.keras.paths import (
     VariableWithPaths,
     find_layers,
     find_root_layers,
-    iterate_attributes,
+    iterate_public_attributes,
     number_duplicate_paths,
 )
 from layoutmap.adapters.keras.registry import Registry
@@ -39,7 +39,7 @@ _NOT_SEARCHED = (
 
 
 # Python frees cycles at arbitrary times, so if this function finds ids, the session collects garbage (decisions/0005).
-def find_ids_outside_models(registry: Registry) -> set[int]:
+def find_possible_garbage_ids(registry: Registry) -> set[int]:
     """Return ids of possible garbage: variables and optimizers outside models, and root layers if several exist."""
     layers = registry.list_layers()
     tops = find_root_layers(layers)
@@ -63,23 +63,23 @@ def find_untracked_variables(
     found: dict[int, VariableWithPaths] = {}
     seen: set[int] = set()
     for path, layer in [("", root), *find_layers(root)]:
-        for below, variable, is_seed in _search_variables(layer, seen, _DEPTH):
+        for below, variable, is_seed in _iterate_nested_variables(layer, seen, _DEPTH):
             if wanted_ids is None or id(variable) in wanted_ids:
                 name = f"{path}.{below}" if path else below
                 found.setdefault(id(variable), VariableWithPaths(variable, name, is_seed=is_seed))
     return number_duplicate_paths(found.values())
 
 
-def _search_variables(
+def _iterate_nested_variables(
     owner: object, visited_ids: set[int], max_depth: int
 ) -> Iterator[tuple[str, object, bool]]:
-    """Yield path, variable, and whether it is a seed state, for variables in nested attributes of an object."""
+    """Yield tuples of a path, a variable, and whether it is a seed state, for variables in nested attributes."""
     for name, child in _list_named_children(owner):
         if isinstance(child, keras.Variable):
             yield name, child, isinstance(owner, keras.random.SeedGenerator)
         elif max_depth and id(child) not in visited_ids and not isinstance(child, _NOT_SEARCHED):
             visited_ids.add(id(child))
-            for path, variable, is_seed in _search_variables(child, visited_ids, max_depth - 1):
+            for path, variable, is_seed in _iterate_nested_variables(child, visited_ids, max_depth - 1):
                 yield f"{name}.{path}", variable, is_seed
 
 
@@ -88,4 +88,4 @@ def _list_named_children(owner: object) -> list[tuple[str, object]]:
         return [(str(key), value) for key, value in owner.items()]
     if isinstance(owner, (list, tuple)):
         return [(str(i), value) for i, value in enumerate(owner)]
-    return list(iterate_attributes(owner)) if hasattr(owner, "__dict__") else []
+    return list(iterate_public_attributes(owner)) if hasattr(owner, "__dict__") else []

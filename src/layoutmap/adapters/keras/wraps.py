@@ -22,12 +22,12 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.keras.call_stack import find_running_step
+from layoutmap.adapters.keras.call_stack import find_running_step_name
 from layoutmap.adapters.keras.copies import (
-    make_copy_wrappers,
     make_mixed_model_error,
     warn_of_unsharded_layers,
-    wrap_save_own_variables,
+    wrap_copy_methods,
+    wrap_save_to_mark_file,
 )
 from layoutmap.adapters.keras.existing_layers import make_existing_object_error
 from layoutmap.adapters.keras.loading import wrap_load_own_variables, wrap_load_weights
@@ -47,7 +47,7 @@ _ABSENT = object()
 
 def wrap_layer(layer: Any, session: KerasSession) -> None:
     """Wrap a layer's methods so that they open this scope. First remove the wrappers of an earlier scope."""
-    if not _claim_for_scope(layer, session):
+    if not _move_to_scope(layer, session):
         return
     undo = functools.partial(restore_layer_on_plan_error, layer, session)
     wrappers = {"build": wrap_in_context(layer.build, session.defer_variables)}
@@ -62,19 +62,19 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         layer, session, wrap_in_context(layer._maybe_build, session.defer_variables)
     )
     wrappers["load_own_variables"] = wrap_load_own_variables(layer, session)
-    wrappers |= make_copy_wrappers(layer, session)
+    wrappers |= wrap_copy_methods(layer, session)
     if session.policy.activations:
         for name in CALLS:
             call = _wrap_call_to_relayout_outputs(layer, session, get_call_method(layer, name))
             _replace_methods(layer, {name: call})
     _replace_methods(layer, wrappers)
-    wrappers = {**session.backend.make_layer_wrappers(layer, session)}
+    wrappers = {**session.backend.wrap_layer_methods(layer, session)}
     save = wrappers.get("save_own_variables") or layer.save_own_variables
-    wrappers["save_own_variables"] = wrap_save_own_variables(save, session)
+    wrappers["save_own_variables"] = wrap_save_to_mark_file(save, session)
     if isinstance(layer, keras.Model):
         wrappers["compile"] = _wrap_compile(layer, session)
         wrappers["load_weights"] = wrap_load_weights(layer, lambda: map(get_session, layer._flatten_layers()))
-        wrappers |= session.backend.make_training_wrappers(layer, session)
+        wrappers |= session.backend.wrap_training_methods(layer, session)
         wrappers["fit"] = wrap_fit(wrappers.get("fit", layer.fit), session)
     _replace_methods(layer, wrappers)
 
@@ -90,19 +90,19 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
         # An optimizer without `built` is just being constructed, so it did not exist before the plan.
         if hasattr(each, "built") and get_session(each) is not session:
             raise make_existing_object_error(each, plan_only=True)
-    if _claim_for_scope(optimizer, session):
+    if _move_to_scope(optimizer, session):
         wrappers = {
             "build": wrap_in_context(optimizer.build, session.defer_variables),
             "load_own_variables": wrap_load_own_variables(optimizer, session),
         }
         _replace_methods(
-            optimizer, {**wrappers, **session.backend.make_optimizer_wrappers(optimizer, session)}
+            optimizer, {**wrappers, **session.backend.wrap_optimizer_methods(optimizer, session)}
         )
         session.registry.add_optimizer(optimizer)
     # The inner optimizer updates the variables of the outer one, so wrap the inner one, too.
-    if inner is not None and _claim_for_scope(inner, session):
+    if inner is not None and _move_to_scope(inner, session):
         wrappers = {"load_own_variables": wrap_load_own_variables(inner, session)}
-        _replace_methods(inner, {**wrappers, **session.backend.make_optimizer_wrappers(inner, session)})
+        _replace_methods(inner, {**wrappers, **session.backend.wrap_optimizer_methods(inner, session)})
     # Inner optimizers of a MultiOptimizer may come from outside the scope, so wrap them here.
     for each in getattr(optimizer, "optimizers", ()):
         wrap_optimizer(each, session)
@@ -138,8 +138,8 @@ def get_call_method(layer: keras.Layer, method_name: str) -> Callable[..., objec
     return call_class_method
 
 
-def _claim_for_scope(wrapped_object: object, session: KerasSession) -> bool:
-    """Make this scope an object's owner, removing wrappers of an earlier one. Return False if it already was."""
+def _move_to_scope(wrapped_object: object, session: KerasSession) -> bool:
+    """Remove the wrappers of an earlier scope, and store the session. Return False if it was stored already."""
     if wrapped_object.__dict__.get(SESSION) is session:
         return False
     _restore_methods(wrapped_object)
@@ -156,7 +156,7 @@ def _restore_methods(wrapped_object: object) -> None:
         else:
             own[name] = before
     if SESSION in own:
-        own[SESSION].registry.remove_owner(wrapped_object)
+        own[SESSION].registry.remove_layer_or_optimizer(wrapped_object)
         del own[SESSION]
 
 
@@ -191,7 +191,7 @@ def _wrap_maybe_build(
 def _check_outer_model(outer_model: Any, session: KerasSession) -> None:
     """Raise if an outside model cannot run its step with layers of this scope. Warn once of its unsharded layers."""
     refused = session.backend.single_scope_steps
-    step = find_running_step(outer_model, refused) if refused else ""
+    step = find_running_step_name(outer_model, refused) if refused else ""
     trained = [
         layer for layer in outer_model._flatten_layers() if layer._trainable_variables and layer.trainable
     ]
@@ -223,7 +223,7 @@ def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
             result = original(*args, **kwargs)
             optimizer = getattr(model, "optimizer", None)
             if before is not None and before is not optimizer:
-                session.restore_optimizer_if_unused(before)
+                session.unwrap_optimizer_if_unused(before)
             if optimizer is not None:
                 wrap_optimizer(optimizer, session)
         return result

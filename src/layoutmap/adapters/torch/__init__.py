@@ -27,15 +27,15 @@ from layoutmap.adapters.torch.checkpoints import (
 from layoutmap.adapters.torch.forward import find_forward, is_valueless
 from layoutmap.adapters.torch.options import TorchOptions
 from layoutmap.adapters.torch.paths import is_keras_module, list_model_tensors, unwrap_compiled_module
-from layoutmap.adapters.torch.session import TorchSession, iterate_entries
+from layoutmap.adapters.torch.session import TorchSession, describe_tensors
 from layoutmap.adapters.torch.training import (
     MakeOptimizer,
     call_model,
     compute_loss,
     convert_outputs,
-    find_optimizer,
-    get_optimizer,
-    get_training,
+    find_optimizer_class,
+    get_or_make_optimizer,
+    get_training_settings,
     train_with,
 )
 from layoutmap.adapters.torch.variables import Variable
@@ -45,7 +45,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
-from layoutmap.engines.torch.devices import convert_device_type, explain_no_padding
+from layoutmap.engines.torch.devices import convert_device_type, explain_why_padding_is_impossible
 from layoutmap.engines.torch.element_types import to_torch
 from layoutmap.engines.torch.gather import find_fully_sharded_dims
 from layoutmap.engines.torch.modes import list_dispatch_modes
@@ -64,7 +64,7 @@ class TorchAdapter(Adapter):
         """Return `"torch"`."""
         return "torch"
 
-    def check_context(self) -> None:
+    def check_scope_can_open(self) -> None:
         """Raise if a scope is opened under a FakeTensorMode or in a compiled function, where values do not exist."""
         fake = any(isinstance(mode, FakeTensorMode) for mode in list_dispatch_modes())
         if fake or torch.compiler.is_compiling():
@@ -79,7 +79,7 @@ class TorchAdapter(Adapter):
         return isinstance(model, torch.nn.Module) and not is_keras_module(model)
 
     def forbid_building_models(self, scope_library: str) -> AbstractContextManager[None]:
-        """Return a context in which building a torch module raises. The scope is for `scope_library` models."""
+        """Return a context in which building a torch module raises. Its scope is for models of `scope_library`."""
         return module_hooks.install_creation_hooks()
 
     def read_library_options(
@@ -98,16 +98,16 @@ class TorchAdapter(Adapter):
         cpu_state = torch.get_rng_state()
         gpu_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         try:
-            with random_states.preserve_states():
+            with random_states.preserve_python_and_numpy_states():
                 yield
         finally:
             torch.set_rng_state(cpu_state)
             if gpu_states:
                 torch.cuda.set_rng_state_all(gpu_states)
 
-    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+    def explain_why_padding_is_impossible(self, variable: VariableSpec, layout: Layout) -> str:
         """Return why a variable cannot have uneven shards in a layout, or an empty text if it can."""
-        return explain_no_padding(layout, variable.shape)
+        return explain_why_padding_is_impossible(layout, variable.shape)
 
     def set_seed(self, seed: int) -> None:
         """Seed Python, numpy and torch."""
@@ -123,17 +123,17 @@ class TorchAdapter(Adapter):
         Raises:
             ScopeError: torch has no optimizer of that name.
         """
-        get_training(model).make_optimizer = (
-            find_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
+        get_training_settings(model).make_optimizer = (
+            find_optimizer_class(optimizer) if isinstance(optimizer, str) else optimizer
         )
         return model
 
     def variables(self, model: torch.nn.Module) -> dict[str, Variable]:
-        """Return a model's parameters, its buffers, and the slots of its `train_with` optimizer, by path."""
+        """Return a dict from paths to a model's parameters, buffers, and the slots of its `train_with` optimizer."""
         has_value = not is_valueless(model)
         found = list_model_tensors(model)
         named = {each.path: Variable(each.path, each.tensor, has_value) for each in found}
-        optimizer = get_training(model).optimizer
+        optimizer = get_training_settings(model).optimizer
         state: dict[torch.Tensor, Any] = {} if optimizer is None else optimizer.state
         for each in found:
             for name, slot in state.get(each.tensor, {}).items():
@@ -143,16 +143,16 @@ class TorchAdapter(Adapter):
         return named
 
     def describe_variables(self, model: Any, optimizer: Any = None) -> list[StoredVariable]:
-        """Return the tensors of a model and the slots of its optimizer, described as in a plan."""
-        entries = iterate_entries([unwrap_compiled_module(model)])
+        """Return the tensors of a model and the slots of its optimizer, each described as a variable of a plan."""
+        entries = describe_tensors([unwrap_compiled_module(model)])
         found = [StoredVariable(entry.spec, entry.source.tensor) for entry in entries]
-        return found + list_optimizer_slots(found, optimizer or get_training(model).optimizer)
+        return found + list_optimizer_slots(found, optimizer or get_training_settings(model).optimizer)
 
-    def make_on_one_device(self, make_model: Callable[[], torch.nn.Module], mesh: Mesh) -> object:
+    def build_model_on_one_device(self, make_model: Callable[[], torch.nn.Module], mesh: Mesh) -> object:
         """Build a model unsharded on the CPU, and move it to one device of the mesh's device type."""
         return make_model().to(convert_device_type(str(mesh.device_type)))
 
-    def find_context(self, model: torch.nn.Module) -> ScopeContext | None:
+    def find_scope_context(self, model: torch.nn.Module) -> ScopeContext | None:
         """Return the context of the scope that sharded a model or a module in it, or None."""
         forwards = (find_forward(module) for module in model.modules())
         return next((forward.context for forward in forwards if forward is not None), None)
@@ -170,7 +170,7 @@ class TorchAdapter(Adapter):
         variable.write(value)
 
     def forward(self, model: torch.nn.Module, batch: object) -> object:
-        """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""
+        """Return a model's inference outputs for a batch, as numpy arrays that are nested like the outputs."""
         was_training = model.training
         model.eval()
         try:
@@ -180,7 +180,7 @@ class TorchAdapter(Adapter):
             model.train(was_training)
 
     def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, object]]:
-        """Return the loss of a batch, and its gradient for each trainable parameter by path."""
+        """Return two dicts for a batch: its loss, and a gradient for the path of each trainable parameter."""
         model.zero_grad()  # drop gradients of an earlier step
         loss = self._accumulate_gradients(model, batch)
         gradients: dict[str, object] = {}
@@ -192,8 +192,8 @@ class TorchAdapter(Adapter):
         return {"loss": loss}, gradients
 
     def train_step(self, model: torch.nn.Module, batch: object) -> dict[str, float]:
-        """Run one step of the `train_with` optimizer, and return the loss before it."""
-        optimizer = get_optimizer(model)
+        """Run one step of the `train_with` optimizer, and return the loss before the step."""
+        optimizer = get_or_make_optimizer(model)
         optimizer.zero_grad()
         loss = self._accumulate_gradients(model, batch)
         optimizer.step()
@@ -202,7 +202,7 @@ class TorchAdapter(Adapter):
     def _accumulate_gradients(self, model: torch.nn.Module, batch: object) -> float:
         """Add up the gradients of all backward passes of a batch, and return the last loss."""
         loss = float("nan")
-        for _ in range(get_training(model).num_passes):
+        for _ in range(get_training_settings(model).num_passes):
             with self._seed_next_pass(model):
                 value = compute_loss(model, batch)
                 value.backward()  # pyright: ignore[reportUnknownMemberType]
@@ -213,17 +213,17 @@ class TorchAdapter(Adapter):
         self, model: Any, optimizer: Any = None, saved: SavedOptimizer | None = None
     ) -> list[StoredVariable]:
         """Return the tensors and optimizer slots that a checkpoint of a model contains."""
-        training = get_training(model)
+        training = get_training_settings(model)
         if optimizer is None and training.make_optimizer is not None and saved is not None and saved.slots:
-            optimizer = get_optimizer(model)  # create the optimizer, because slots are restored into it
+            optimizer = get_or_make_optimizer(model)  # the load restores slots into it
         return list_stored_variables(model, optimizer or training.optimizer, saved)
 
     def list_checkpoint_names(self, model: Any) -> list[tuple[str, list[tuple[str, str]]]]:
-        """Return the names and axes of a model's variables in its Hugging Face checkpoint."""
+        """Return the names and axes that a model's variables have in its Hugging Face checkpoint."""
         return list_checkpoint_names(unwrap_compiled_module(model), self.list_stored_variables(model))
 
     def make_host_array(self, values: NumpyArray) -> torch.Tensor:
-        """Return a tensor on the host with the memory of a numpy array."""
+        """Return a tensor on the host that shares the memory of a numpy array."""
         return to_torch(values, copy=False)
 
     def restore_variables(
@@ -233,28 +233,28 @@ class TorchAdapter(Adapter):
         arrays: Iterable[tuple[str, NumpyArray | torch.Tensor]],
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         """Assign new values to the tensors and optimizer slots of a model."""
-        restore_tensors(model, optimizer or get_training(model).optimizer, arrays)
+        restore_tensors(model, optimizer or get_training_settings(model).optimizer, arrays)
         return model, optimizer
 
-    def read_settings(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
+    def read_state_outside_variables(self, model: Any, optimizer: Any = None) -> dict[str, Any]:
         """Return the optimizer's settings and the random states."""
-        random = random_states.read_states() | {"torch": torch.get_rng_state().numpy()}
+        random = random_states.read_python_and_numpy_states() | {"torch": torch.get_rng_state().numpy()}
         if torch.cuda.is_initialized():
             random["cuda"] = torch.cuda.get_rng_state().numpy()
         return {
-            "optimizer": read_optimizer_settings(model, optimizer or get_training(model).optimizer),
+            "optimizer": read_optimizer_settings(model, optimizer or get_training_settings(model).optimizer),
             "random": random,
         }
 
-    def restore_settings(
+    def restore_state_outside_variables(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, settings: Mapping[str, Any]
     ) -> None:
-        """Restore the optimizer's settings and the random states from the result of `read_settings`."""
-        optimizer = optimizer or get_training(model).optimizer
+        """Restore the optimizer's settings and the random states from the result of `read_state_outside_variables`."""
+        optimizer = optimizer or get_training_settings(model).optimizer
         if optimizer is not None and settings.get("optimizer"):
             restore_optimizer_settings(model, optimizer, settings["optimizer"], settings.get("override", {}))
         random = settings["random"]
-        random_states.restore_states(random)
+        random_states.restore_python_and_numpy_states(random)
         if "torch" in random:
             torch.set_rng_state(torch.from_numpy(random["torch"]))  # pyright: ignore[reportUnknownMemberType]
         if "cuda" in random and torch.cuda.is_initialized():
@@ -262,8 +262,8 @@ class TorchAdapter(Adapter):
 
     @contextmanager
     def _seed_next_pass(self, model: torch.nn.Module) -> Generator[None]:
-        """Seed random numbers in the block by the number of passes so far, so that compared models draw alike."""
-        training = get_training(model)
+        """Seed the block's random numbers by the number of passes so far, so that compared models draw alike."""
+        training = get_training_settings(model)
         training.num_draws += 1
         with self.preserve_random_states():
             self.set_seed(training.num_draws)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops import check_value_is_no_shard, extract_first_rank
+from layoutmap.engines.torch.dtensor_ops import check_value_is_not_shard, extract_first_rank_tensor
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import (
@@ -64,8 +64,8 @@ def shard_inputs(values: object, context: ScopeContext) -> Any:
     def shard_tensor(tensor: torch.Tensor) -> object:
         if isinstance(tensor, DTensor):
             return tensor
-        check_value_is_no_shard("an input", tensor)
-        tensor = extract_first_rank(tensor)
+        check_value_is_not_shard("an input", tensor)
+        tensor = extract_first_rank_tensor(tensor)
         layout = context.policy.derive_batch_layout(tuple(tensor.shape))
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return context.engine.relayout(tensor, layout)
@@ -79,22 +79,22 @@ def shard_inputs(values: object, context: ScopeContext) -> Any:
 
 def unshard_tensors(values: object) -> Any:
     """Return nested values with each DTensor replaced by its unsharded tensor, which is the same in all processes."""
-    return map_tensors(lambda tensor: _apply_on_mesh(gather_if_sharded, tensor), values)
+    return map_tensors(lambda tensor: _apply_to_dtensor(gather_if_sharded, tensor), values)
 
 
 def reduce_partial_sums(values: object) -> object:
     """Return nested values in which no DTensor is a partial sum, so that programs read complete values."""
-    return map_tensors(lambda tensor: _apply_on_mesh(reduce_if_partial, tensor), values)
+    return map_tensors(lambda tensor: _apply_to_dtensor(reduce_if_partial, tensor), values)
 
 
-def _apply_on_mesh(function: Function, tensor: torch.Tensor) -> torch.Tensor:
+def _apply_to_dtensor(function: Function, tensor: torch.Tensor) -> torch.Tensor:
     """Apply a function to a DTensor while its mesh is simulated. Any other tensor is returned without a call.
 
     Of a simulated local tensor, return the first rank's tensor. Raise for a shard.
     """
     if not isinstance(tensor, DTensor):
-        check_value_is_no_shard("an output", tensor)
-        return extract_first_rank(tensor)
+        check_value_is_not_shard("an output", tensor)
+        return extract_first_rank_tensor(tensor)
     with simulation.simulate_mesh(tensor.device_mesh):
         return function(tensor)
 
@@ -104,7 +104,7 @@ def _is_dataclass_instance(value: object) -> bool:
 
 
 def gather_to_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors by name, with each DTensor unsharded on the CPU. Names that shared a tensor share its copy.
+    """Return a dict of the same tensors, with each DTensor unsharded on the CPU. Names of one tensor share its copy.
 
     All processes must call it.
     """

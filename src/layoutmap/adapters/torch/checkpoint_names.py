@@ -43,7 +43,7 @@ def list_checkpoint_names(
         the checkpoint does not contain has none.
 
     Raises:
-        CheckpointError: The model is of another library, or a tensor of its checkpoint is no part of one variable.
+        CheckpointError: The model is of another library, or a tensor of its checkpoint is not a part of one variable.
     """
     meta_tensors: dict[str, torch.Tensor] = {}
     paths: dict[int, tuple[str, torch.Tensor]] = {}
@@ -53,15 +53,15 @@ def list_checkpoint_names(
         tensor = torch.empty(variable.shape, dtype=dtype, device="meta")
         paths[get_storage_key(tensor)] = variable.path, tensor
         meta_tensors |= dict.fromkeys((variable.path, *variable.aliases), tensor)
-    with _ContiguousAsView():
-        saved_tensors = _list_saved_tensors(model, dict(meta_tensors))
+    with _ReturnViewFromContiguous():
+        saved_tensors = _list_tensors_to_save(model, dict(meta_tensors))
     names: dict[str, list[tuple[str, str]]] = {each.variable.path: [] for each in stored}
     for name, tensor in saved_tensors.items():
         path, variable_tensor = paths.get(get_storage_key(tensor), ("", tensor))
-        axes = _find_axes(tensor, variable_tensor) if path else None
+        axes = _describe_axes_of_view(tensor, variable_tensor) if path else None
         if axes is None:
             raise CheckpointError(
-                f"{name}: this tensor of the checkpoint is no part of one variable",
+                f"{name}: this tensor of the checkpoint is not a part of one variable",
                 facts={"shape": (*tensor.shape,), "model": type(model).__name__},
                 why="transformers joins it from several variables, or computes it",
                 fix="export with model.save_pretrained, or pass names= with your own table",
@@ -75,14 +75,14 @@ def list_checkpoint_names(
             raise CheckpointError(
                 f"{path}: transformers saves only a part of this variable",
                 facts={"shape": (*tensor.shape,), "names": ", ".join(name for name, _ in names[path][:3])},
-                why="it computes the rest after a load, by padding or repeating",
+                why="transformers computes the rest after a load, by padding or repeating",
                 fix="export with model.save_pretrained, or pass names= with your own table",
             )
     return [*names.items()]
 
 
-def _list_saved_tensors(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors that transformers or peft would save for the state of a model, by name."""
+def _list_tensors_to_save(model: Any, state: dict[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Return a dict from names to the tensors that transformers or peft would save for the state of a model."""
     peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
     if peft is not None and isinstance(model, peft.PeftModel):
         return peft.get_peft_model_state_dict(model, state_dict=state)
@@ -106,21 +106,21 @@ def _list_saved_tensors(model: Any, state: dict[str, Any]) -> Mapping[str, torch
     return revert(model, remove_tied(state, model))
 
 
-class _ContiguousAsView(TorchDispatchMode):
+class _ReturnViewFromContiguous(TorchDispatchMode):
     """Make `contiguous` return the view itself, because its strides tell which part of the model's tensor it is."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **kwargs or {})
 
 
-# A view only moves values, so a name table that is made from its strides is exact. It works in both directions, and
-# block by block (decisions/0245).
-def _find_axes(part: torch.Tensor, whole: torch.Tensor) -> str | None:
-    """Return how the axes of a view relate to those of a contiguous tensor, or `None` if they do not.
+# A view only moves values, so its strides tell exactly which part of a tensor it is. A name table made from strides
+# serves loads and saves, also of single blocks (decisions/0245).
+def _describe_axes_of_view(part: torch.Tensor, whole: torch.Tensor) -> str | None:
+    """Return how the axes of a view relate to those of a contiguous tensor, as text, or `None` if they do not.
 
     Example:
         >>> whole = torch.empty(8, 6, 4, device="meta")
-        >>> _find_axes(whole[1, 3:].T, whole)
+        >>> _describe_axes_of_view(whole[1, 3:].T, whole)
         'a0 a1 -> 1/8 (1/2 a1) a0'
     """
     offset = int(part.storage_offset())

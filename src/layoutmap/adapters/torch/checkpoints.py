@@ -20,10 +20,10 @@ from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
 from layoutmap.adapters.torch.optimizer_hooks import derive_slot_layout
 from layoutmap.adapters.torch.paths import ModelTensor, list_model_tensors, unwrap_compiled_module
 from layoutmap.adapters.torch.tensor_classes import (
-    find_local_class,
+    find_local_tensor_class,
     find_stored_dtype,
-    get_class_name,
-    is_composed,
+    format_class_name,
+    is_composed_of_tensors,
 )
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
@@ -46,26 +46,26 @@ _REQUIRED_SLOTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentu
 def list_stored_variables(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: SavedOptimizer | None = None
 ) -> list[StoredVariable]:
-    """Return a model's tensors and its optimizer's slots, and saved slots that a load has to create."""
-    model_tensors = list(_iterate_saved_tensors(model))
+    """Return a model's tensors, its optimizer's slots, and saved slots that a load has to create in the optimizer."""
+    model_tensors = list(_iterate_persistent_tensors(model))
     for each in model_tensors:
-        _check_dense(each.path, each.tensor)
+        _check_tensor_is_dense(each.path, each.tensor)
     tensors = [StoredVariable(_make_tensor_spec(each), each.tensor) for each in model_tensors]
     if optimizer is None:
         return tensors
-    parameters = _find_optimizer_parameters(_iterate_named_tensors(model_tensors), optimizer)
+    parameters = _find_optimizer_parameters(_get_named_tensors(model_tensors), optimizer)
     settings = None if saved is None else saved.settings.get("optimizer")
     if settings:
         assert saved is not None
         _check_settings_form(settings, saved)
-        _check_same_optimizer(optimizer, parameters, settings)
+        _check_settings_match_optimizer(optimizer, parameters, settings)
         _check_required_slots(settings, saved)
         _warn_of_replaced_settings(optimizer, parameters, settings, saved.settings.get("override", {}))
     # A load removes the slots of parameters without saved state, so do not list these slots.
     with_state = {p: each for p, each in parameters.items() if not settings or p in settings["state"]}
-    slots = {each.variable.path: each for each in _iterate_slots(with_state, optimizer)}
+    slots = {each.variable.path: each for each in _iterate_optimizer_slots(with_state, optimizer)}
     for path, each in slots.items():
-        _check_dense(path, each.array)
+        _check_tensor_is_dense(path, each.array)
     for spec in () if saved is None else saved.slots:
         slot_key = _split_slot_path(parameters, spec.path)
         if spec.path not in slots and slot_key is not None:
@@ -84,11 +84,11 @@ def list_optimizer_slots(
     parameters = _find_optimizer_parameters(((each.variable.path, each.array) for each in stored), optimizer)
     return [
         StoredVariable(replace(slot.variable, model=models[slot.variable.parent or ""]), slot.array)
-        for slot in _iterate_slots(parameters, optimizer)
+        for slot in _iterate_optimizer_slots(parameters, optimizer)
     ]
 
 
-def _iterate_slots(
+def _iterate_optimizer_slots(
     parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> Iterator[StoredVariable]:
     for path, parameter in parameters.items():
@@ -104,10 +104,10 @@ def restore_tensors(
     optimizer: torch.optim.Optimizer | None,
     arrays: Iterable[tuple[str, NumpyArray | torch.Tensor]],
 ) -> None:
-    """Assign new values to tensors and slots by path, and create slots that the optimizer lacks."""
-    saved = list(_iterate_saved_tensors(model))
+    """Assign new values, in pairs of a path and an array, to tensors and slots. Create slots that are missing."""
+    saved = list(_iterate_persistent_tensors(model))
     tensors = {each.path: each.tensor for each in saved}
-    named = _iterate_named_tensors(saved)
+    named = _get_named_tensors(saved)
     parameters = {} if optimizer is None else _find_optimizer_parameters(named, optimizer)
     with torch.no_grad():
         for path, array in arrays:
@@ -122,7 +122,7 @@ def restore_tensors(
             if name in optimizer.state[parameter]:
                 optimizer.state[parameter][name].copy_(value)
             else:  # some optimizers store `step` on the CPU, so do not move it
-                is_on_cpu = name == "step" and not _has_step_on_device(optimizer, parameter)
+                is_on_cpu = name == "step" and not _has_step_count_on_device(optimizer, parameter)
                 is_unchanged = is_on_cpu or isinstance(value, DTensor)
                 optimizer.state[parameter][name] = value if is_unchanged else value.to(parameter.device)
 
@@ -130,10 +130,10 @@ def restore_tensors(
 def read_optimizer_settings(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, object] | None:
-    """Return an optimizer's groups and state except parameters and tensor slots, or None without an optimizer."""
+    """Return an optimizer's groups and state without parameters and tensor slots, or None without an optimizer."""
     if optimizer is None:
         return None
-    parameters = _find_optimizer_parameters(_iterate_named_tensors(_iterate_saved_tensors(model)), optimizer)
+    parameters = _find_optimizer_parameters(_get_named_tensors(_iterate_persistent_tensors(model)), optimizer)
     paths = {id(parameter): path for path, parameter in parameters.items()}
     groups = [
         {name: _convert_to_numpy(value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
@@ -161,7 +161,7 @@ def restore_optimizer_settings(
     override: Mapping[str, object],
 ) -> None:
     """Restore the result of `read_optimizer_settings`. Values in `override` replace saved settings."""
-    parameters = _find_optimizer_parameters(_iterate_named_tensors(_iterate_saved_tensors(model)), optimizer)
+    parameters = _find_optimizer_parameters(_get_named_tensors(_iterate_persistent_tensors(model)), optimizer)
     for group, group_index in zip(
         optimizer.param_groups, _match_saved_groups(optimizer, parameters, settings), strict=True
     ):
@@ -269,25 +269,25 @@ def _check_required_slots(settings: Mapping[str, Any], saved: SavedOptimizer) ->
             )
 
 
-def _iterate_saved_tensors(model: torch.nn.Module) -> Iterator[ModelTensor]:
+def _iterate_persistent_tensors(model: torch.nn.Module) -> Iterator[ModelTensor]:
     """Yield the parameters and persistent buffers of a model."""
     for each in list_model_tensors(unwrap_compiled_module(model)):
         if not all(at.name in at.module._non_persistent_buffers_set for at in each.attributes):  # pyright: ignore[reportPrivateUsage]
             yield each
 
 
-def _iterate_named_tensors(model_tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _get_named_tensors(model_tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((each.path, each.tensor) for each in model_tensors)
 
 
-def _check_dense(path: str, tensor: torch.Tensor) -> None:
+def _check_tensor_is_dense(path: str, tensor: torch.Tensor) -> None:
     """Raise if a tensor is not a dense tensor with values."""
     kinds = {
         "quantized": tensor.is_quantized,
         "nested": tensor.is_nested,
         "on the meta device": tensor.is_meta,
         f"of {tensor.layout}": tensor.layout is not torch.strided,
-        f"a {get_class_name(find_local_class(tensor))}": is_composed(tensor),
+        f"a {format_class_name(find_local_tensor_class(tensor))}": is_composed_of_tensors(tensor),
     }
     for kind in (name for name, is_so in kinds.items() if is_so):
         raise CheckpointError(
@@ -301,12 +301,12 @@ def _check_dense(path: str, tensor: torch.Tensor) -> None:
 def _find_optimizer_parameters(
     paths_and_tensors: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Return an optimizer's parameters by path, in the model's order, or raise if the model lacks one."""
+    """Return a dict from paths to an optimizer's parameters, in the model's order, or raise if the model lacks one."""
     optimizer_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {path: tensor for path, tensor in paths_and_tensors if id(tensor) in optimizer_ids}
     if len(parameters) < len(optimizer_ids):
         raise CheckpointError(
-            f"{type(optimizer).__name__}: it is not the optimizer of this model",
+            f"{type(optimizer).__name__} is not the optimizer of this model",
             facts={"its parameters": len(optimizer_ids), "of these in the model": len(parameters)},
             why="optimizer state is stored by parameter paths, and its parameters are not in this "
             "model: it belongs to another model, or was created before the model was sharded",
@@ -315,7 +315,7 @@ def _find_optimizer_parameters(
     return parameters
 
 
-def _check_same_optimizer(
+def _check_settings_match_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, object]
 ) -> None:
     """Raise if the saved settings belong to a different class of optimizer, or group the parameters differently."""
@@ -333,7 +333,7 @@ def _check_same_optimizer(
 def _match_saved_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
 ) -> list[int | None]:
-    """Return the index of each parameter group's saved group, or None for a group with only new parameters."""
+    """Return, for each parameter group, the index of its saved group, or None for a group with only new parameters."""
     saved = {path: number for number, group in enumerate(settings["groups"]) for path in group["params"]}
     paths = {id(parameter): path for path, parameter in parameters.items()}
     matches: list[int | None] = []
@@ -371,7 +371,7 @@ def _make_slot_template(parameter: torch.Tensor, name: str, slot: VariableSpec) 
     return get_engine("torch").relayout(zeros, layout, pad=True)
 
 
-def _has_step_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+def _has_step_count_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Return whether the optimizer stores a parameter's step count on the parameter's device."""
     groups = (g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     return any(group.get("capturable") or group.get("fused") for group in groups)

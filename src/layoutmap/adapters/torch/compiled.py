@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.adapters.torch.dynamo import (
     call_with_compiler,
-    find_unsupported_operator,
+    find_unsupported_operator_message,
     has_dynamic_shapes,
     needs_full_graph,
     nonstrict_trace,
@@ -31,16 +31,16 @@ from layoutmap.adapters.torch.dynamo import (
 from layoutmap.adapters.torch.fsdp_units import WeightGroup
 from layoutmap.adapters.torch.mesh_context import (
     compute_on_mesh,
-    mark_recording,
-    reduce_sums_early,
+    mark_graph_recording,
+    reduce_partial_sums_early,
     thread_state,
 )
-from layoutmap.adapters.torch.structure import ModuleStructure, find_changed_name, is_graph_constant
+from layoutmap.adapters.torch.structure import ModuleStructure, find_changed_attribute, is_graph_constant
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
-from layoutmap.engines.torch.dtensor_ops import check_value_is_no_shard, has_shard
+from layoutmap.engines.torch.dtensor_ops import check_value_is_not_shard, has_shard
 from layoutmap.engines.torch.modes import leave_function_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import replace_partial_placements
@@ -103,7 +103,7 @@ def wrap_dynamo_compiler(dynamo_compiler: Any) -> Compiler:
     """Wrap the compiler with which Dynamo compiles the function that calls a module.
 
     Args:
-        dynamo_compiler: The result of `stop_compiling`.
+        dynamo_compiler: The result of `stop_dynamo`.
 
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
@@ -118,7 +118,7 @@ class CompiledModule:
     """Run a module with graphs from torch.compile, or uncompiled if recording a graph fails.
 
     Args:
-        forward: The module's `Forward`.
+        forward: The module's `ShardedForward`.
         compiler: The compiler.
         graphs: Graphs of all modules of the scope, by key.
         group: Weights to gather during a compiled call; `None`: those that the module gathers itself.
@@ -146,14 +146,14 @@ class CompiledModule:
 
 
 class _CompiledGraphs:
-    """Compiled graphs for one key. Dynamo limits graphs per code object, so they have a code object of their own."""
+    """Compiled graphs for one key. Dynamo limits the graphs of a code object, so each key gets its own code object."""
 
     def __init__(self, compiler: Compiler, kept_objects: list[object]) -> None:
         self._kept_objects, self._is_strict = [*kept_objects, compiler.kept_objects], compiler.is_strict
         self._why_not = ""
         self._results: dict[object, object] = {}
-        code = _run_recorded_call.__code__.replace()
-        function = types.FunctionType(code, _run_recorded_call.__globals__, _run_recorded_call.__name__)
+        code = _run_current_call.__code__.replace()
+        function = types.FunctionType(code, _run_current_call.__globals__, _run_current_call.__name__)
         self._function = compiler.compile(function)
 
     def __call__(self, call: _ModuleCall) -> object:
@@ -170,11 +170,11 @@ class _CompiledGraphs:
         """Run the compiled function, and return its tensors. If that fails, set `call.why_not`."""
         try:
             if not call.why_not:
-                with set_temporarily(thread_state, "call", call), leave_function_modes():
+                with set_attribute_temporarily(thread_state, "call", call), leave_function_modes():
                     return self._function(call.tensors)
         except Exception as error:
             if not call.why_not:
-                operator = find_unsupported_operator(error)
+                operator = find_unsupported_operator_message(error)
                 if not operator:
                     raise
                 call.why_not = f"recording its gradient failed: {operator}"
@@ -225,13 +225,13 @@ def _make_zero_gradient(dtype: torch.dtype, shape: tuple[int, ...], spec: DTenso
     return make_dtensor(local, replace_placements(spec, replace_partial_placements(spec.placements), dtype))
 
 
-def _run_recorded_call(tensors: list[torch.Tensor]) -> object:
-    """Call `_record_call`, which Dynamo does not look into. Each key compiles a copy of this function."""
-    return _record_call(tensors)
+def _run_current_call(tensors: list[torch.Tensor]) -> object:
+    """Call `_trace_current_call`, which Dynamo does not look into. Each key compiles a copy of this function."""
+    return _trace_current_call(tensors)
 
 
 @nonstrict_trace
-def _record_call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _trace_current_call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return thread_state.call.compute_on_traced_tensors(tensors)
 
 
@@ -268,7 +268,7 @@ class _ModuleCall:
         """Return a hashable description of an argument, with the index in `tensors` in place of each tensor."""
         value_type = type(value)  # pyright: ignore[reportUnknownVariableType]
         if isinstance(value, torch.Tensor):
-            return self._structure.get_tensor_index(value)
+            return self._structure.get_or_add_tensor_index(value)
         if value_type in (list, tuple):
             return (value_type, *map(self._describe_argument, value))
         if value_type is dict:
@@ -288,7 +288,7 @@ class _ModuleCall:
         if self.why_not:
             raise RuntimeError(self.why_not)
         self.was_recorded = True
-        if not any(map(_is_traced, tensors)):  # the backend has not traced the call, so constants are allowed
+        if not any(map(_is_traced, tensors)):  # the backend does not trace the call, so constants are allowed
             with self._swap_tensors(tensors) as new_tensors:
                 return self._compute_outputs(new_tensors)
         try:
@@ -299,7 +299,9 @@ class _ModuleCall:
             ):
                 outputs = self._compute_outputs(new_tensors)
                 after = ModuleStructure(self._module)
-                name = self._find_assigned_name(new_tensors) or find_changed_name(self._structure, after)
+                name = self._find_reassigned_name(new_tensors) or find_changed_attribute(
+                    self._structure, after
+                )
         except Exception as error:
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             self.why_not = f"recording the graph failed: {first_line}"
@@ -311,21 +313,21 @@ class _ModuleCall:
 
     @contextmanager
     def _swap_tensors(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
-        """Use `tensors` in the modules, on the mesh, until the block ends. Yield them by the old tensors' ids."""
+        """Use new tensors in the modules, on the mesh, until the block ends. Yield a dict from old ids to them."""
         new_tensors = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         context = self._forward.context
         try:
             for members, name, tensor in self._structure.slots:
                 members[name] = new_tensors[id(tensor)]
-            reduction = reduce_sums_early(self._is_uneven)
-            with leave_function_modes(), mark_recording(), compute_on_mesh(context), reduction:
+            reduction = reduce_partial_sums_early(self._is_uneven)
+            with leave_function_modes(), mark_graph_recording(), compute_on_mesh(context), reduction:
                 yield new_tensors
         finally:
             for members, name, tensor in self._structure.slots:
                 if members.get(name) is new_tensors[id(tensor)]:
                     members[name] = tensor
 
-    def _find_assigned_name(self, new_tensors: Mapping[int, torch.Tensor]) -> str:
+    def _find_reassigned_name(self, new_tensors: Mapping[int, torch.Tensor]) -> str:
         """Return the name of an attribute to which the forward assigned a different tensor, or an empty text."""
         slots = self._structure.slots
         return next((name for at, name, old in slots if at.get(name) is not new_tensors[id(old)]), "")
@@ -337,7 +339,7 @@ class _ModuleCall:
         seen = {id(each) for each in new_tensors.values()}
         outputs: list[torch.Tensor] = []
         for each in list_tensors(result):
-            check_value_is_no_shard("an output of a graph", each)
+            check_value_is_not_shard("an output of a graph", each)
             # torch.compile may return views of shared memory, which DTensors do not support, so clone them.
             outputs.append(each.clone() if is_view_of_another(each) or id(each) in seen else each)
             seen.add(id(each))

@@ -29,18 +29,18 @@ def skip_compiling(function: Function) -> None:
     skip_code(inspect.unwrap(function).__code__)
 
 
-def stop_compiling() -> object:
+def stop_dynamo() -> object:
     """Stop Dynamo on this thread, and return its current compiler, or None if it was off."""
     return set_eval_frame(None)
 
 
-def resume_compiling(compiler: Any) -> None:
-    """Turn Dynamo on again with a compiler that `stop_compiling` returned."""
+def resume_dynamo(compiler: Any) -> None:
+    """Turn Dynamo on again with a compiler that `stop_dynamo` returned."""
     set_eval_frame(compiler)
 
 
 def call_with_compiler(compiler: Any, function: Callable[[Any], R], argument: object) -> R:
-    """Call a function, compiled for static shapes by a compiler that `stop_compiling` returned."""
+    """Call a function, compiled for static shapes by a compiler that `stop_dynamo` returned."""
     restore_dynamic_shapes = _make_static()
     set_eval_frame(compiler)
     try:
@@ -51,7 +51,7 @@ def call_with_compiler(compiler: Any, function: Callable[[Any], R], argument: ob
 
 
 def needs_full_graph(compiler: object) -> bool:
-    """Return whether a compiler that `stop_compiling` returned was created with `fullgraph=True`."""
+    """Return whether a compiler that `stop_dynamo` returned was created with `fullgraph=True`."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
         # Dynamo's callbacks wrap each other. With `fullgraph=True`, one is a `ConvertFrameAssert`, so search for it.
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
@@ -63,7 +63,7 @@ def has_dynamic_shapes() -> bool:
     return not dynamo_config.assume_static_by_default
 
 
-def find_unsupported_operator(error: Exception) -> str:
-    """Return the message if an error says that an operator's gradient cannot be traced, or an empty text."""
+def find_unsupported_operator_message(error: Exception) -> str:
+    """Return the message of an error that says that an operator's gradient cannot be traced, else an empty text."""
     inner = getattr(error, "inner_exception", None)
     return str(inner) if isinstance(inner, UNSUPPORTED_ERRORS) else ""

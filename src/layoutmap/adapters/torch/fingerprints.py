@@ -13,7 +13,7 @@ from layoutmap.engines.torch.modules import list_modules
 
 
 def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[NamedText]:
-    """Yield texts for submodules, their settings, which weights are trained, and the source of each `forward`."""
+    """Yield names and texts for submodules, their settings and trained weights, and the source of each `forward`."""
     yield "gradients", str(torch.is_grad_enabled())
     modules = list_modules(module)
     for path, each in modules:
@@ -32,7 +32,7 @@ def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iter
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[NamedText]:
-    """Yield texts that describe an optimizer: its class, and the settings of its groups."""
+    """Yield pairs of a name and a text that describe an optimizer: its class, and the settings of its groups."""
     kind = type(optimizer)
     yield "optimizer", kind.__qualname__
     for number, group in enumerate(optimizer.param_groups):

@@ -1,8 +1,8 @@
 """Replace the `forward` of sharded modules, so that they run on the mesh with unsharded inputs and outputs.
 
-Each module of a laid out model has a `forward` of its own, a `Forward`, in front of that of its class. The outermost
-one that is called takes the call to the mesh. Copies of a model are laid out, too; one that is unpickled is plain code
-again.
+Each module of a sharded model has a `forward` of its own, a `ShardedForward`, in front of that of its class. The
+outermost one that is called takes the call to the mesh. Copies of a model are sharded, too, but an unpickled model is
+unsharded.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import list_tensors, reduce_partial_sums, shard_inputs, unshard_tensors
 from layoutmap.adapters.torch.compiled import CompiledModule, make_compiler_from_options, wrap_dynamo_compiler
-from layoutmap.adapters.torch.dynamo import resume_compiling, skip_compiling, stop_compiling
+from layoutmap.adapters.torch.dynamo import resume_dynamo, skip_compiling, stop_dynamo
 from layoutmap.adapters.torch.fsdp_own import ModelCall
 from layoutmap.adapters.torch.fsdp_units import WeightGroup, gather_weights
 from layoutmap.adapters.torch.gradient_hooks import GradientHooks
 from layoutmap.adapters.torch.graph_errors import (
     EXPORT_ATTRIBUTES,
     check_not_transformed_or_traced,
-    make_graph_error,
+    make_untraceable_module_error,
 )
-from layoutmap.adapters.torch.mesh_context import compute_on_mesh, is_in_call, reduce_sums_early, thread_state
+from layoutmap.adapters.torch.mesh_context import (
+    compute_on_mesh,
+    is_in_model_call,
+    reduce_partial_sums_early,
+    thread_state,
+)
 from layoutmap.adapters.torch.module_results import ModuleResults
 from layoutmap.adapters.torch.own_rows import OwnRows, has_own_rows
 from layoutmap.adapters.torch.process_checks import ProcessChecks
 from layoutmap.adapters.torch.slow_calls import SlowCallNotice
 from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
-from layoutmap.engines.patches import set_temporarily
-from layoutmap.engines.torch.changes import keep_patches
+from layoutmap.engines.patches import set_attribute_temporarily
+from layoutmap.engines.torch.changes import keep_patches_while_alive
 from layoutmap.engines.torch.dtensor_ops import is_batch_divisible
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
@@ -45,7 +50,7 @@ _ATTRIBUTE = "forward"
 _NO_OUTER_GRAPH = "a module in layouts is a graph of its own: call torch.compile(module) or module.compile()"
 
 
-class Forward:
+class ShardedForward:
     """Replace a module's `forward`. The outermost call enters the mesh, and converts inputs and outputs.
 
     Args:
@@ -85,14 +90,15 @@ class Forward:
         self._slow_calls = SlowCallNotice()
         self.compiled: CompiledModule | None = None
         self._graphs = {} if graphs is None else graphs
-        self._compiled_by_caller: dict[object, Mapping[Forward, CompiledModule]] = {}
+        self._compiled_by_caller: dict[object, Mapping[ShardedForward, CompiledModule]] = {}
 
-    def install(self) -> None:
+    def install_in_module(self) -> None:
         """Install this object as the module's `forward`."""
-        vars(self._get_module()).update({_ATTRIBUTE: self, "compile": functools.partial(_compile, self)})
-        keep_patches(self)  # torch stays patched while a sharded model exists
+        compile_module = functools.partial(_compile_module, self)
+        vars(self._get_module()).update({_ATTRIBUTE: self, "compile": compile_module})
+        keep_patches_while_alive(self)  # torch stays patched while a sharded model exists
 
-    def compile(self, options: Mapping[str, object]) -> None:
+    def compile_at_next_call(self, options: Mapping[str, object]) -> None:
         """Compile the module at its next call. If modules in it gather their own weights, compile these instead.
 
         Raises:
@@ -100,12 +106,12 @@ class Forward:
         """
         compiler = make_compiler_from_options(options)
         for each in self._list_gathering_forwards() or [self]:
-            each.compiled = CompiledModule(each, compiler, self._graphs, each.merge_inner_groups())
+            each.compiled = CompiledModule(each, compiler, self._graphs, each.merge_weight_groups())
 
-    def _list_gathering_forwards(self) -> list[Forward]:
-        """Return the outermost `Forward`s, of this module or inside it, for which `frees_weights` is true."""
-        gathering_forwards: list[Forward] = []
-        nested_forwards: set[Forward] = set()
+    def _list_gathering_forwards(self) -> list[ShardedForward]:
+        """Return the outermost `ShardedForward`s, of this module or inside it, for which `frees_weights` is true."""
+        gathering_forwards: list[ShardedForward] = []
+        nested_forwards: set[ShardedForward] = set()
         for each in self.list_forwards():  # outer modules come first, so skip those inside them
             if each.frees_weights and each not in nested_forwards:
                 gathering_forwards.append(each)
@@ -117,7 +123,7 @@ class Forward:
         """Whether a call of the model gathers this module's weights when it reaches the module, and then frees them."""
         return self.group is not None and self.group.gathers_in_each_call and not self.group.is_outermost
 
-    def merge_inner_groups(self) -> WeightGroup | None:
+    def merge_weight_groups(self) -> WeightGroup | None:
         """Return one group of weights for this module and its submodules, or None if submodules have no groups."""
         forwards = [each for each in self.list_forwards() if each is self or each.frees_weights]
         weight_groups = [each.group for each in forwards if each.group is not None]
@@ -128,22 +134,22 @@ class Forward:
         weights = [weight for each in weight_groups for weight in each.weights]
         return WeightGroup(weights, call, first.policy, is_kept, first.is_outermost)
 
-    def list_forwards(self) -> list[Forward]:
+    def list_forwards(self) -> list[ShardedForward]:
         """Return the forwards of this module and of its submodules, parents first."""
         return [each for module in self._get_module().modules() if (each := find_forward(module))]
 
-    def _get_modules_compiled_with(self, compiler: object) -> Mapping[Forward, CompiledModule]:
-        """Return, by `Forward`, the modules compiled with the compiler of the function that calls this module."""
+    def _get_modules_compiled_with(self, compiler: object) -> Mapping[ShardedForward, CompiledModule]:
+        """Return a dict from `ShardedForward`s to modules compiled with the compiler of this module's caller."""
         forwards = self.list_forwards()
         key = (compiler, *forwards)
         if key not in self._compiled_by_caller:
             outer, blocks = wrap_dynamo_compiler(compiler), self._list_gathering_forwards()
-            compiled: dict[Forward, CompiledModule] = {}
+            compiled: dict[ShardedForward, CompiledModule] = {}
             # a full graph cannot gather weights block by block, so compile the whole module
             if outer.is_strict and blocks not in ([], [self]):
                 blocks = [self]
             for each in blocks or [self]:
-                compiled[each] = CompiledModule(each, outer, self._graphs, each.merge_inner_groups())
+                compiled[each] = CompiledModule(each, outer, self._graphs, each.merge_weight_groups())
             self._compiled_by_caller[key] = compiled
         return self._compiled_by_caller[key]
 
@@ -175,18 +181,20 @@ class Forward:
         return self._call_without_dynamo(args, kwargs)
 
     def _call_without_dynamo(self, args: Args, kwargs: Kwargs) -> object:
-        """Call the module while Dynamo is off. If it was on, compiled modules use the compiler of the caller."""
-        compiler = stop_compiling()
+        """Call the module while Dynamo is off. If Dynamo was on, compiled modules use the compiler of the caller."""
+        compiler = stop_dynamo()
         if compiler is None:
             return self._dispatch_call(args, kwargs)
         try:
-            with set_temporarily(thread_state, "compiled", self._get_modules_compiled_with(compiler)):
+            with set_attribute_temporarily(
+                thread_state, "compiled", self._get_modules_compiled_with(compiler)
+            ):
                 return self._dispatch_call(args, kwargs)
         finally:
-            resume_compiling(compiler)
+            resume_dynamo(compiler)
 
     def _dispatch_call(self, args: Args, kwargs: Kwargs) -> object:
-        call = self._gather_and_compute if is_in_call() else self._call_on_mesh
+        call = self._gather_and_compute if is_in_model_call() else self._call_on_mesh
         return call(args, kwargs)
 
     def _call_on_mesh(self, args: Args, kwargs: Kwargs) -> object:
@@ -204,23 +212,23 @@ class Forward:
         is_unsharded = not any(isinstance(tensor, DTensor) for tensor in list_tensors((args, kwargs)))
         if torch.is_grad_enabled() and self._get_module().training:
             self.context.warn_of_idle_dims(
-                type(self._get_module()).__name__, _find_sharded_dims((args, kwargs))
+                type(self._get_module()).__name__, _find_sharded_input_dims((args, kwargs))
             )
         takes_own_rows = is_unsharded and has_own_rows(self.context)
         own_rows = OwnRows((args, kwargs), self.context) if takes_own_rows else None
         with (
             self._slow_calls.time_call(self.context.options.progress),
-            self._process_checks.check_call(args, kwargs, own_rows),
+            self._process_checks.compare_call(args, kwargs, own_rows),
             compute_on_mesh(self.context),
         ):
             if own_rows is not None:
-                args, kwargs = own_rows.convert_inputs((args, kwargs))
+                args, kwargs = own_rows.convert_rows_to_dtensors((args, kwargs))
             args, kwargs = shard_inputs((args, kwargs), self.context)
             self._warn_of_uneven_batch()
-            with reduce_sums_early(not all(map(is_batch_divisible, list_tensors((args, kwargs))))):
+            with reduce_partial_sums_early(not all(map(is_batch_divisible, list_tensors((args, kwargs))))):
                 result = self._gather_and_compute(args, kwargs)
         if own_rows is not None:
-            return own_rows.extract_outputs(result)
+            return own_rows.extract_own_outputs(result)
         return unshard_tensors(result) if is_unsharded else reduce_partial_sums(result)
 
     def _warn_of_uneven_batch(self) -> None:
@@ -233,7 +241,7 @@ class Forward:
 
     def __getattr__(self, name: str) -> object:
         if name in EXPORT_ATTRIBUTES:
-            raise make_graph_error(self._get_module(), EXPORT_ATTRIBUTES[name])
+            raise make_untraceable_module_error(self._get_module(), EXPORT_ATTRIBUTES[name])
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _make_gradient_hooks(self) -> GradientHooks:
@@ -295,8 +303,8 @@ class Forward:
         copied._compiled_by_caller = {}
         return copied
 
-    def __copy__(self) -> Forward:
-        copied = object.__new__(Forward)
+    def __copy__(self) -> ShardedForward:
+        copied = object.__new__(ShardedForward)
         vars(copied).update(vars(self))
         return copied
 
@@ -305,8 +313,8 @@ class Forward:
         return _bind_class_forward, (self._get_module(),)
 
 
-for _function in (Forward.__call__, Forward._call_outside_graph, Forward._call_without_dynamo):  # pyright: ignore[reportPrivateUsage]
-    skip_compiling(_function)
+for _name in ("__call__", "_call_outside_graph", "_call_without_dynamo"):
+    skip_compiling(getattr(ShardedForward, _name))
 
 
 def _bind_class_forward(module: torch.nn.Module) -> Function:
@@ -314,24 +322,24 @@ def _bind_class_forward(module: torch.nn.Module) -> Function:
     return functools.partial(type(module).forward, module)
 
 
-def _compile(forward: Any, **options: Any) -> None:
+def _compile_module(forward: Any, **options: Any) -> None:
     """Replace `module.compile`. An unpickled module is unsharded, so for it call the original `compile` of torch."""
-    if not isinstance(forward, Forward):
+    if not isinstance(forward, ShardedForward):
         module: torch.nn.Module = forward.args[0]
         return type(module).compile(module, **options)  # pyright: ignore[reportUnknownMemberType]
-    return forward.compile(options)
+    return forward.compile_at_next_call(options)
 
 
 def _find_original_forward(module: torch.nn.Module) -> Any:
     """Return the `forward` that the user's code set on a module, or None if it has only that of its class."""
     forward = vars(module).get(_ATTRIBUTE)
-    return forward._original if isinstance(forward, Forward) else forward  # pyright: ignore[reportPrivateUsage]
+    return forward._original if isinstance(forward, ShardedForward) else forward  # pyright: ignore[reportPrivateUsage]
 
 
-def find_forward(module: torch.nn.Module) -> Forward | None:
-    """Return the `Forward` that a scope has set on a module, or None."""
+def find_forward(module: torch.nn.Module) -> ShardedForward | None:
+    """Return the `ShardedForward` that a scope has set on a module, or None."""
     forward = vars(module).get(_ATTRIBUTE)
-    return forward if isinstance(forward, Forward) else None
+    return forward if isinstance(forward, ShardedForward) else None
 
 
 def is_valueless(module: torch.nn.Module) -> bool:
@@ -340,7 +348,7 @@ def is_valueless(module: torch.nn.Module) -> bool:
     return forward is not None and bool(forward.why_valueless)
 
 
-def _find_sharded_dims(values: object) -> set[str]:
+def _find_sharded_input_dims(values: object) -> set[str]:
     """Return the names of the mesh dims over which the user's code has sharded a module's inputs."""
     dims: set[str] = set()
     for tensor in list_tensors(values, DTensor):

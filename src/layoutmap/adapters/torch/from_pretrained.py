@@ -39,7 +39,7 @@ class FromPretrainedPatches(ClosingContext):
 
     _active_patches: ClosingContext | None = None
 
-    def open(self) -> None:
+    def open_context(self) -> None:
         """Apply the patches, and import transformers' model classes first so that all of them are patched."""
         if "transformers.models.auto.modeling_auto" in sys.modules:
             importlib.import_module("transformers.modeling_utils")
@@ -51,11 +51,11 @@ class FromPretrainedPatches(ClosingContext):
             self._active_patches = _make_transformers_patches().activate()
             self._active_patches.__enter__()
 
-    def close(self) -> None:
+    def close_context(self) -> None:
         """Remove the patches."""
         used, self._active_patches = self._active_patches, None
         if used is not None:
-            used.close()
+            used.close_context()
 
 
 @functools.cache
@@ -86,14 +86,14 @@ def _wrap_from_pretrained(original: Any) -> object:
         for name in _REFUSED:
             if options.get(name) is not None:
                 facts = {name: shorten_repr(options[name])}
-                raise _make_unsupported_error(
+                raise _make_loading_error(
                     f"{cls.__name__}.from_pretrained: {name}= cannot be used in a scope", facts
                 )
         _check_transformers_version(cls)
         loaded = original.__get__(None, cls)(*args, **options)  # bind the classmethod to the calling class
         model = loaded[0] if is_sequence(loaded) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
-            raise _make_unsupported_error(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
+            raise _make_loading_error(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
         return loaded
 
     return classmethod(from_pretrained)  # pyright: ignore[reportUnknownVariableType]
@@ -114,12 +114,12 @@ def _check_transformers_version(cls: type) -> None:
         )
 
 
-def _make_unsupported_error(subject: str, facts: dict[str, str]) -> ScopeError:
+def _make_loading_error(subject: str, facts: dict[str, str]) -> ScopeError:
     return ScopeError(
         subject,
         facts=facts,
         why="the layout map decides where each weight is stored, and a scope supports only dense tensors",
-        fix="leave such arguments out, load dense weights, and use rules, as of LayoutMap.from_tp_plan",
+        fix="leave such arguments out, load dense weights, and shard them by rules, as from LayoutMap.from_tp_plan",
     )
 
 
@@ -132,9 +132,9 @@ def _wrap_spawn_materialize(original: Function) -> Function:
         if session is None:
             return original(thread_pool, tensor, device, dtype, **options)
 
-        def read_tensor() -> torch.Tensor:  # transformers calls this on the thread of `from_pretrained`
-            return session.defer_read(lambda: tensor[...]).to(dtype=dtype)
+        def make_deferred_tensor() -> torch.Tensor:  # called on the thread of `from_pretrained`
+            return session.defer_file_read(lambda: tensor[...]).to(dtype=dtype)
 
-        return read_tensor
+        return make_deferred_tensor
 
     return spawn_materialize

@@ -17,11 +17,11 @@ from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass_id
 from layoutmap.engines.torch.dtensor_ops import record_copy
 from layoutmap.engines.torch.gather import (
-    CastFunction,
+    CastDTensor,
     GatheredTensors,
-    can_gather,
-    format_early_change_message,
-    save_references,
+    can_gather_by_concatenation,
+    format_weight_changed_message,
+    save_tensors_as_references,
 )
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.storages import get_version
@@ -111,13 +111,13 @@ class WeightGatherer:
             for name, tensor, version in versions:
                 if get_version(tensor) != version:
                     # torch raises this error for unsharded weights, so raise it for gathered ones, too.
-                    raise RuntimeError(format_early_change_message(name, tuple(tensor.shape)))
-            regathered = stored.gather()
+                    raise RuntimeError(format_weight_changed_message(name, tuple(tensor.shape)))
+            regathered = stored.gather_and_cast()
             return [regathered[key] for key in gathered_ids]
 
         with (
             swap_tensors([(weight.attribute, old, new) for weight, old, new in replaced]),
-            save_references([gathered[key] for key in gathered_ids], gather_again),
+            save_tensors_as_references([gathered[key] for key in gathered_ids], gather_again),
         ):
             yield
             for (weight, _, tensor), storage in zip(replaced, storages, strict=True):
@@ -125,12 +125,12 @@ class WeightGatherer:
                     raise _make_replaced_data_error(weight.name)
 
     def _gather_once_per_backward(self, stored: _StoredWeights) -> dict[int, DTensor]:
-        """Return gathered weights by stored ids. All activation checkpoints of one backward pass share them."""
+        """Return a dict from ids of stored weights to gathered ones, which a backward pass's checkpoints share."""
         if get_backward_pass_id() < 0 or not self._is_kept or not stored.gathered_ids:
-            return stored.gather()
+            return stored.gather_and_cast()
         key = get_backward_pass_id(), torch.is_grad_enabled(), stored.gathered_ids
         if self._gathered_in_backward[0] != key:
-            self._gathered_in_backward = key, stored.gather()
+            self._gathered_in_backward = key, stored.gather_and_cast()
             call_after_backward(self._free_backward_weights)
         return self._gathered_in_backward[1]
 
@@ -170,7 +170,11 @@ class _StoredWeights:
             differing = [dim for dim, (stored, computing) in enumerate(pairs) if stored != computing]
             is_floating = tensor.is_floating_point()
             dim = differing[0] if len(differing) == 1 else None
-            if dim is not None and placements[dim].is_replicate() and can_gather(tensor, dim):
+            if (
+                dim is not None
+                and placements[dim].is_replicate()
+                and can_gather_by_concatenation(tensor, dim)
+            ):
                 group = (dim, is_floating, tensor.dtype, tensor.requires_grad)
                 self._groups.setdefault(group, []).append(tensor)
                 continue
@@ -185,8 +189,8 @@ class _StoredWeights:
         gathered = [id(tensor) for tensors in self._groups.values() for tensor in tensors]
         return [*(id(tensor) for tensor, _ in self._to_relayout), *gathered]
 
-    def gather(self) -> dict[int, DTensor]:
-        """Gather and cast the weights. Return the new tensors of those that change, by ids of the stored tensors."""
+    def gather_and_cast(self) -> dict[int, DTensor]:
+        """Gather and cast the weights. Return a dict from ids of stored tensors that change to the new tensors."""
         gathered = {
             id(tensor): self._engine.relayout(tensor, layout, pad=True)
             for tensor, layout in self._to_relayout
@@ -194,10 +198,12 @@ class _StoredWeights:
         for (mesh_dim, is_floating, *_), tensors in self._groups.items():
             dtypes = self._dtypes if is_floating else (None, None)
             gathered |= zip(
-                map(id, tensors), GatheredTensors(tensors, mesh_dim, *dtypes).gather_tensors(), strict=True
+                map(id, tensors),
+                GatheredTensors(tensors, mesh_dim, *dtypes).make_gathered_tensors(),
+                strict=True,
             )
         for tensor in self._to_cast:
-            gathered[id(tensor)] = CastFunction.apply(gathered.get(id(tensor), tensor), self._dtypes[0])
+            gathered[id(tensor)] = CastDTensor.apply(gathered.get(id(tensor), tensor), self._dtypes[0])
         return gathered
 
 

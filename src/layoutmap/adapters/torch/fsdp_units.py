@@ -28,10 +28,10 @@ from layoutmap.adapters.torch.mesh_context import thread_state
 from layoutmap.adapters.torch.paths import TensorAttribute, find_paths_by_module_id
 from layoutmap.core.errors import join_names
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import format_merged_paths, split_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.specs import format_batch_dim, list_batch_dims
-from layoutmap.engines.patches import set_temporarily
-from layoutmap.engines.torch.gather import GatherUnit, can_gather
+from layoutmap.engines.patches import set_attribute_temporarily
+from layoutmap.engines.torch.gather import GatherUnit, can_gather_by_concatenation
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.specs import get_local, get_spec, has_even_shards
 
@@ -63,8 +63,8 @@ class WeightGroup:
     others: list[GatheredWeight] = field(default_factory=list[GatheredWeight])
     _gatherers: dict[int, WeightGatherer] = field(default_factory=dict[int, WeightGatherer])
 
-    def get_gatherer(self, weights: list[GatheredWeight]) -> WeightGatherer:
-        """Return the gatherer of `self.weights` or `self.others`, which is created once for each list."""
+    def get_or_make_gatherer(self, weights: list[GatheredWeight]) -> WeightGatherer:
+        """Return the `WeightGatherer` of `self.weights` or `self.others`, which is created once for each list."""
         if id(weights) not in self._gatherers:
             self._gatherers[id(weights)] = WeightGatherer(weights, self.policy, is_kept=self.is_kept)
         return self._gatherers[id(weights)]
@@ -75,14 +75,14 @@ class WeightGroup:
         if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
             return args, kwargs
         is_inner = not self.gathers_in_each_call and self.model_call.is_running
-        return (args, kwargs) if is_inner else _cast_floating((args, kwargs), policy.param_dtype)
+        return (args, kwargs) if is_inner else _cast_floating_tensors((args, kwargs), policy.param_dtype)
 
     def cast_output(self, result: object) -> object:
         """Return a module's output, cast to the mixed precision policy's `output_dtype` if it is the model."""
         if not self.is_outermost:
             return result
         dtype = None if self.policy is None else self.policy.output_dtype
-        return result if dtype is None else _cast_floating(result, dtype)
+        return result if dtype is None else _cast_floating_tensors(result, dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightGroup:
         """Return a copy for the copied model, without its `fully_shard` unit."""
@@ -92,14 +92,14 @@ class WeightGroup:
         )
 
 
-def _cast_floating(values: object, dtype: torch.dtype) -> object:
+def _cast_floating_tensors(values: object, dtype: torch.dtype) -> object:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
 
 
 def plan_weight_groups(
     root: torch.nn.Module, layouts: Mapping[int, Layout], context: ScopeContext
 ) -> dict[int, WeightGroup]:
-    """Return, by module id, the weights that each module of a model gathers when it is called.
+    """Return a dict from the id of each module of a model to the weights that the module gathers when it is called.
 
     A module outside of the blocks gathers its own weights only if it is called alone, and not by the model.
 
@@ -147,21 +147,21 @@ def plan_weight_groups(
             else f"gather={context.options.own.gather!r}"
         )
         paths = [weight.path for weight in by_id.values()]
-        context.add_note(location, _format_note("layoutmap", context, paths, location))
+        context.add_note(location, _format_gathering("layoutmap", context, paths, location))
     return gatherings
 
 
-def _format_note(gatherer: str, context: ScopeContext, paths: Sequence[str], reason: str = "") -> str:
-    """Return the plan's note about the weights that `gatherer` gathers, with the reason if there is one."""
+def _format_gathering(gathered_by: str, context: ScopeContext, paths: Sequence[str], reason: str = "") -> str:
+    """Return the plan's note that `gathered_by`, such as layoutmap, gathers weights, with the reason, if any."""
     groups: dict[object, list[str]] = {}
     for path in paths:
-        groups.setdefault(split_at_numbers(path), []).append(path)
+        groups.setdefault(split_path_at_numbers(path), []).append(path)
     names = join_names([format_merged_paths(each) for each in groups.values()])
     what = "1 weight is" if len(paths) == 1 else f"{len(paths)} weights are"
     reason = f", as {reason}" if reason else ""
     assert context.policy.batch_dim is not None, "or nothing would be gathered"
     dim = format_batch_dim(context.policy.batch_dim)
-    return f"{what} gathered over {dim!r} by {gatherer}{reason}: {names}"
+    return f"{what} gathered over {dim!r} by {gathered_by}{reason}: {names}"
 
 
 def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], context: ScopeContext) -> None:
@@ -182,7 +182,7 @@ def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], con
     reasons: dict[str, list[str]] = {}
     paths: list[str] = []
 
-    def make_unit(group: WeightGroup, below: Sequence[GatherUnit] | None = None) -> GatherUnit | None:
+    def make_gather_unit(group: WeightGroup, below: Sequence[GatherUnit] | None = None) -> GatherUnit | None:
         weights: dict[int, tuple[DTensor, list[GatheredWeight]]] = {}
         for weight in group.weights:
             if isinstance(tensor := weight.tensor, DTensor):
@@ -196,7 +196,7 @@ def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], con
             if tensor.placements[mesh_dim].is_replicate():  # it is only cast, not gathered  # pyright: ignore[reportUnknownMemberType]
                 group.others += places
                 continue
-            reason = _explain_no_fully_shard(tensor, mesh_dim)
+            reason = _explain_why_fully_shard_fails(tensor, mesh_dim)
             elsewhere = [dim for dim in others if not tensor.placements[dim].is_replicate()]  # pyright: ignore[reportUnknownMemberType]
             if elsewhere:
                 reason = "several mesh dims of the batch shard them"
@@ -218,18 +218,20 @@ def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], con
             )
         return group.unit
 
-    make_unit(outermost, [made for each in below if (made := make_unit(each)) is not None])
+    make_gather_unit(outermost, [made for each in below if (made := make_gather_unit(each)) is not None])
     if paths:
-        context.add_note(mesh.mesh_dim_names[mesh_dim], _format_note("torch's fully_shard", context, paths))
+        context.add_note(
+            mesh.mesh_dim_names[mesh_dim], _format_gathering("torch's fully_shard", context, paths)
+        )
     for reason, reason_paths in reasons.items():
-        context.add_note(reason, _format_note("layoutmap", context, reason_paths, reason))
+        context.add_note(reason, _format_gathering("layoutmap", context, reason_paths, reason))
 
 
-def _explain_no_fully_shard(tensor: DTensor, mesh_dim: int) -> str:
+def _explain_why_fully_shard_fails(tensor: DTensor, mesh_dim: int) -> str:
     """Return the reason why `fully_shard` cannot gather a weight, or an empty text if it can."""
     if not has_even_shards(get_spec(tensor)):
         return "an axis cannot be split evenly"
-    if not can_gather(tensor, mesh_dim):
+    if not can_gather_by_concatenation(tensor, mesh_dim):
         return "the batch's dim is not the innermost on an axis"
     if not get_local(tensor).is_contiguous():
         return "shards are not contiguous"
@@ -237,7 +239,7 @@ def _explain_no_fully_shard(tensor: DTensor, mesh_dim: int) -> str:
 
 
 def _list_modules_with_blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module | None]]:
-    """Return pairs of each module of a model and the block that contains it, or None for a module in no block."""
+    """Return a pair for each module of a model: the module, and the block that contains it, or None."""
     blocks_by_id: dict[int, tuple[torch.nn.Module, torch.nn.Module | None]] = {}
     pending: list[tuple[torch.nn.Module, torch.nn.Module | None]] = [(root, None)]
     while pending:
@@ -279,7 +281,8 @@ def gather_weights(
         if group.is_outermost and not group.model_call.is_running:
             stack.enter_context(group.model_call.mark_running())
         remaining = group.weights
-        # A unit supports only the dtypes of its creation, and one forward pass at a time. Otherwise, gather all below.
+        # A unit supports only the dtypes of its creation, and one forward pass at a time. If it cannot gather,
+        # layoutmap gathers all weights.
         if unit is not None and unit.can_be_reused_for(sharded):
             tensors = stack.enter_context(unit.gather_parameters(inputs))
             replacements = zip(group.unit_attributes, sharded, tensors, strict=True)
@@ -288,7 +291,7 @@ def gather_weights(
             )
             remaining = group.others
         if remaining:
-            stack.enter_context(group.get_gatherer(remaining).gather_into_modules(context))
+            stack.enter_context(group.get_or_make_gatherer(remaining).gather_into_modules(context))
         inner = (*thread_state.gatherings, gather_again)
-        stack.enter_context(set_temporarily(thread_state, "gatherings", inner))
+        stack.enter_context(set_attribute_temporarily(thread_state, "gatherings", inner))
         yield

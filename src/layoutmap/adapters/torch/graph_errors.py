@@ -15,13 +15,13 @@ EXPORT_ATTRIBUTES = {"__code__": "torch.export", "__globals__": "torch.jit.scrip
 """The attributes of a function that exporters read, and the exporter that reads each."""
 
 
-class NoGraphError(ScopeError, AttributeError):
+class UntraceableModuleError(ScopeError, AttributeError):
     """Raised if torch.export or torch.jit traces a sharded module. As an AttributeError, it makes `hasattr` False."""
 
 
-def make_graph_error(module: torch.nn.Module, exporter: str) -> NoGraphError:
+def make_untraceable_module_error(module: torch.nn.Module, exporter: str) -> UntraceableModuleError:
     """Return the error to raise if an exporter, such as torch.export, traces a sharded module."""
-    return NoGraphError(
+    return UntraceableModuleError(
         f"{type(module).__name__}: {exporter} cannot trace a sharded module",
         why="its collectives belong to this mesh, and such a graph is for one device",
         fix="build the model again without a scope, load these values, and trace that: "
@@ -33,8 +33,8 @@ def check_not_transformed_or_traced(module: torch.nn.Module) -> None:
     """Raise if a sharded module is called inside torch.func or torch.jit.trace.
 
     Raises:
-        EngineError: It is inside of a transform.
-        NoGraphError: It is traced.
+        EngineError: A transform of torch.func is applied to it.
+        UntraceableModuleError: torch.jit.trace traces it.
     """
     transform = transform_of_functions()
     if transform is not None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -45,4 +45,4 @@ def check_not_transformed_or_traced(module: torch.nn.Module) -> None:
             fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
         )
     if is_traced_by_jit():
-        raise make_graph_error(module, "torch.jit.trace")
+        raise make_untraceable_module_error(module, "torch.jit.trace")

@@ -22,7 +22,7 @@ _BASE_LAYER = "base_layer"
 _WRAPPER = "base_model.model."
 
 
-def list_unwrapped_names(model_tensor: ModelTensor, root: torch.nn.Module) -> list[str]:
+def list_names_before_peft(model_tensor: ModelTensor, root: torch.nn.Module) -> list[str]:
     """Return the names that a tensor had before PEFT wrapped the model, except those that PEFT did not change."""
     names: list[str] = []
     for path in (model_tensor.path, *model_tensor.aliases):
@@ -34,7 +34,7 @@ def list_unwrapped_names(model_tensor: ModelTensor, root: torch.nn.Module) -> li
 
 
 def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
-    """Return the path of each LoRA factor's base weight, and the base axes for each of its axes, by factor id."""
+    """Return a dict from ids of LoRA factors to the base weight's path, and the base axes for each axis."""
     factors: dict[int, tuple[str, Axes]] = {}
     for prefix, module in list_modules(root):
         wrapped_layer = getattr(module, _BASE_LAYER, None)
@@ -45,12 +45,12 @@ def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
         if len(roles) == 2:
             output_axis = roles.index("out.0")
             path = ".".join(filter(None, (prefix, _BASE_LAYER, "weight")))
-            pairs = _iterate_factors(module, 1 - output_axis, output_axis)
+            pairs = _iterate_lora_factors(module, 1 - output_axis, output_axis)
             factors.update((id(factor), (path, axes)) for factor, axes in pairs)
     return factors
 
 
-def _iterate_factors(
+def _iterate_lora_factors(
     module: torch.nn.Module, input_axis: int, output_axis: int
 ) -> Iterator[tuple[torch.Tensor, Axes]]:
     """Yield pairs: a LoRA factor of a layer, and for each of its axes the axes of the base weight."""

@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.engines.patches import AttributePatch, Patches, set_temporarily
+from layoutmap.engines.patches import AttributePatch, Patches, set_attribute_temporarily
 from layoutmap.engines.tested import check_names_exist, is_older_than
 from layoutmap.engines.torch.backward import get_backward_pass_id
 from layoutmap.engines.torch.dtensor_ops import ReduceProductsMode
@@ -29,14 +29,14 @@ check_names_exist("torch", (torch_checkpoint, f"{_GENERATOR} CheckpointFunction"
 
 
 class _ThreadState(threading.local):
-    """The state of a thread.
+    """The state that calls of sharded models have on one thread.
 
     Attributes:
         context: The scope of the sharded model that is being called, or None.
         is_uneven: Whether the batch dim cannot split the batch of this call evenly.
         is_recording: Whether a graph is being recorded.
         call: The module call of which a graph is recorded.
-        compiled: Compiled modules for a caller that Dynamo compiles, by the `Forward` of each.
+        compiled: Compiled modules for a caller that Dynamo compiles, by the `ShardedForward` of each.
         gatherings: For the weights that are gathered now, functions that gather them again, outermost module first.
     """
 
@@ -51,7 +51,7 @@ class _ThreadState(threading.local):
 thread_state = _ThreadState()
 
 
-def is_in_call() -> bool:
+def is_in_model_call() -> bool:
     """Return whether a call of a sharded model is running on this thread."""
     return thread_state.context is not None
 
@@ -60,7 +60,7 @@ def is_in_call() -> bool:
 def compute_on_mesh(context: ScopeContext) -> Generator[None]:
     """Run this thread's torch operations on the mesh of a scope until the block ends."""
     with (
-        set_temporarily(thread_state, "context", context),
+        set_attribute_temporarily(thread_state, "context", context),
         _CHECKPOINTS.activate(),
         _replace_inference_mode(),
         context.engine.run_on(context.policy.mesh, context.options.own.draws),
@@ -69,16 +69,16 @@ def compute_on_mesh(context: ScopeContext) -> Generator[None]:
 
 
 @contextmanager
-def reduce_sums_early(is_uneven: bool) -> Generator[None]:
+def reduce_partial_sums_early(is_uneven: bool) -> Generator[None]:
     """Reduce partial sums immediately until the block ends, if the batch dim cannot split the batch evenly."""
     reduction = ReduceProductsMode() if is_uneven else nullcontext()
-    with set_temporarily(thread_state, "is_uneven", is_uneven), reduction:
+    with set_attribute_temporarily(thread_state, "is_uneven", is_uneven), reduction:
         yield
 
 
-def mark_recording() -> AbstractContextManager[None]:
+def mark_graph_recording() -> AbstractContextManager[None]:
     """Mark this thread as recording a graph until the block ends, so that inner modules compile no graphs."""
-    return set_temporarily(thread_state, "is_recording", True)
+    return set_attribute_temporarily(thread_state, "is_recording", True)
 
 
 @contextmanager
@@ -105,9 +105,9 @@ def _bind_to_current_mesh(function: Function) -> Function:
     @functools.wraps(function)
     def run_on_mesh(*args: object, **kwargs: object) -> object:
         with ExitStack() as stack:
-            if not is_in_call():
+            if not is_in_model_call():
                 stack.enter_context(compute_on_mesh(context))
-                stack.enter_context(reduce_sums_early(is_uneven))
+                stack.enter_context(reduce_partial_sums_early(is_uneven))
             if get_backward_pass_id() >= 0:
                 for gather in gatherings:  # outer modules have freed the weights, so gather them again
                     stack.enter_context(gather())
@@ -125,12 +125,12 @@ def _wrap_checkpoint_generator(generator: Function) -> Function:
 
 
 def _wrap_reentrant_checkpoint(original: Function) -> object:
-    class OnCurrentMesh:  # torch uses only this class's `apply`
+    class CheckpointOnCurrentMesh:  # torch uses only this class's `apply`
         @staticmethod
         def apply(function: Function, *args: object) -> object:
             return original.apply(_bind_to_current_mesh(function), *args)  # pyright: ignore[reportFunctionMemberAccess]
 
-    return OnCurrentMesh
+    return CheckpointOnCurrentMesh
 
 
 _CHECKPOINTS = Patches(

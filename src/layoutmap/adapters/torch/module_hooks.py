@@ -35,7 +35,7 @@ def install_creation_hooks() -> ClosingContext:
     return _PATCHES.activate()
 
 
-def _record_registration(module: torch.nn.Module, name: str, registered: object) -> None:
+def _report_module_to_scope(module: torch.nn.Module, name: str, registered: object) -> None:
     """Report a module to the open scope for torch when it gets a tensor or child."""
     session = get_current_session()
     if session is None:  # hooks are global, so a thread without a scope calls them, too
@@ -44,9 +44,9 @@ def _record_registration(module: torch.nn.Module, name: str, registered: object)
         session.track_module(module)
 
 
-def _record_or_reject_parameter(module: torch.nn.Module, name: str, parameter: object) -> None:
+def _report_or_reject_module(module: torch.nn.Module, name: str, parameter: object) -> None:
     """Report a module that gets a parameter to a scope for torch, or raise in a scope for another library."""
-    _record_registration(module, name, parameter)
+    _report_module_to_scope(module, name, parameter)
     session = get_current_session()
     if (
         session is not None
@@ -67,7 +67,7 @@ def _wrap_setstate(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def setstate(module: torch.nn.Module, state: dict[str, object]) -> None:
         original(module, state)
-        _record_registration(module, "", None)
+        _report_module_to_scope(module, "", None)
 
     return setstate
 
@@ -85,11 +85,9 @@ def _wrap_add_param_group(original: Callable[..., None]) -> Callable[..., None]:
 
 _PATCHES = Patches(
     [
-        ItemPatch(_torch_module._global_module_registration_hooks, "layoutmap", _record_registration),
-        ItemPatch(
-            _torch_module._global_parameter_registration_hooks, "layoutmap", _record_or_reject_parameter
-        ),
-        ItemPatch(_torch_module._global_buffer_registration_hooks, "layoutmap", _record_registration),
+        ItemPatch(_torch_module._global_module_registration_hooks, "layoutmap", _report_module_to_scope),
+        ItemPatch(_torch_module._global_parameter_registration_hooks, "layoutmap", _report_or_reject_module),
+        ItemPatch(_torch_module._global_buffer_registration_hooks, "layoutmap", _report_module_to_scope),
         # Copying a module bypasses the hooks, but calls `__setstate__`, so report the copy there.
         AttributePatch(torch.nn.Module, "__setstate__", _wrap_setstate),
         # Each new optimizer calls `add_param_group`.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.compiled import check_can_be_compiled
 from layoutmap.adapters.torch.fingerprints import describe_optimizer
-from layoutmap.adapters.torch.optimizer_state import check_sharded_state
+from layoutmap.adapters.torch.optimizer_state import check_slots_match_unsharded
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import UNSHARDED, Layout
@@ -33,7 +33,7 @@ with ImportErrorConverter("torch"):
 
 # How many parameter groups each optimizer had at its last check, so that it is checked again if it has more.
 _num_compared_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-# By the id of each tensor that a DTensor replaced, the tensor and its path.
+# From the id of each tensor that a DTensor replaced to the tensor and its path.
 _replaced_tensors: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
@@ -56,21 +56,21 @@ def enable_optimizer_checks() -> None:
     install_patches(_HOOK)
 
 
-def _check_before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _check_optimizer_before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_dynamo_compiling():
-        _check_before_compiled_step(optimizer)
+        _check_optimizer_outside_graph(optimizer)
     else:
-        _check_optimizer(optimizer)
+        _check_parameters_and_shard_slots(optimizer)
 
 
 @torch.compiler.disable(reason="a step of sharded weights is checked outside of the graph")  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
-def _check_before_compiled_step(optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer_outside_graph(optimizer: torch.optim.Optimizer) -> None:
     if any(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
         check_can_be_compiled(f"{type(optimizer).__name__}.step", is_dynamic=False)
-    _check_optimizer(optimizer)
+    _check_parameters_and_shard_slots(optimizer)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def _check_parameters_and_shard_slots(optimizer: torch.optim.Optimizer) -> None:
     """Raise if a step of the optimizer would be wrong. Otherwise, shard its unsharded slots."""
     state = optimizer.state
     for group in optimizer.param_groups:
@@ -79,7 +79,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 _raise_replaced_parameter_error(optimizer, _replaced_tensors[id(parameter)][1])
             if isinstance(parameter, DTensor):
                 if _num_compared_groups.get(optimizer) != len(optimizer.param_groups):
-                    _check_before_first_step(optimizer, parameter)
+                    _check_optimizer_can_be_sharded(optimizer, parameter)
                 is_factored = isinstance(optimizer, torch.optim.Adafactor) and parameter.ndim > 1
                 if is_factored and parameter.requires_grad and not state[parameter]:
                     state[parameter] = _make_adafactor_slots(parameter)
@@ -87,7 +87,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     _shard_slots(state[parameter], parameter)
 
 
-def _check_before_first_step(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
+def _check_optimizer_can_be_sharded(optimizer: torch.optim.Optimizer, parameter: DTensor) -> None:
     """Raise if optimizers differ between processes, or if slots would differ from those on one device."""
     engine = get_engine("torch")
     layout = engine.get_layout(parameter)
@@ -103,7 +103,7 @@ def _check_before_first_step(optimizer: torch.optim.Optimizer, parameter: DTenso
             ),
             gather,
         )
-    check_sharded_state(optimizer)
+    check_slots_match_unsharded(optimizer)
     # The comparison needs a collective, so record that it is done, and repeat it only for new groups.
     _num_compared_groups[optimizer] = len(optimizer.param_groups)
 
@@ -159,4 +159,4 @@ def derive_slot_layout(name: str, shape: tuple[int, ...], parameter: torch.Tenso
     return Layout([spec if size == full else UNSHARDED for spec, size, full in specs], layout.mesh)
 
 
-_HOOK = ItemPatch(optimizer_hooks, "layoutmap", _check_before_step)
+_HOOK = ItemPatch(optimizer_hooks, "layoutmap", _check_optimizer_before_step)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters import random_states
 from layoutmap.adapters.torch.swap import list_user_attributes
-from layoutmap.adapters.torch.tensor_classes import PLAIN_CLASSES, find_local_class, get_class_name
+from layoutmap.adapters.torch.tensor_classes import PLAIN_CLASSES, find_local_tensor_class, format_class_name
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
@@ -33,8 +33,8 @@ from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 
 @dataclass(frozen=True, slots=True)
-class SlotKind:
-    """The class, dtype, and global shape of a tensor slot."""
+class SlotForm:
+    """The class, dtype, and global shape of a tensor that is a slot of an optimizer."""
 
     class_name: str
     dtype: str
@@ -45,7 +45,7 @@ class SlotKind:
 
 
 Slots = Mapping[str, Any]
-"""The kind of each slot by name, in the nesting of the slot."""
+"""From the name of each slot to a `SlotForm`, nested like the slot."""
 
 _TENSOR = "Tensor"
 # Copy the values of tensors up to this size, such as a learning rate, because a step may read them.
@@ -54,7 +54,7 @@ _NOT_COPIED = ("state", "param_groups")
 
 
 # A wrong step would change the weights, so let a copy of the optimizer step meta tensors first (decisions/0044).
-def check_sharded_state(optimizer: torch.optim.Optimizer) -> None:
+def check_slots_match_unsharded(optimizer: torch.optim.Optimizer) -> None:
     """Raise if an optimizer would choose different slots for a sharded weight than for the unsharded weight.
 
     Nothing is changed: the steps are those of a copy, on tensors without values.
@@ -107,13 +107,17 @@ def _make_meta_parameter(meta: torch.Tensor, parameter: torch.Tensor) -> torch.n
 def _run_step_on_copy(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.nn.Parameter
 ) -> tuple[Slots, bool]:
-    """Run a step of a copied optimizer on a meta tensor. Return the slots' kinds, and whether the step failed."""
+    """Run a step of a copied optimizer on a meta tensor. Return the forms of the slots, and whether the step failed."""
     failed = False
     torch_state = torch.get_rng_state()
     try:
-        with _ExistingTensorWriteCheck() as guard, random_states.preserve_states(), warnings.catch_warnings():
+        with (
+            _ExistingTensorWriteCheck() as write_check,
+            random_states.preserve_python_and_numpy_states(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
-            copied = _copy_optimizer(optimizer, group, parameter, guard)
+            copied = _copy_optimizer(optimizer, group, parameter, write_check)
             try:
                 _run_step_without_hooks(copied)
             except Exception:  # a step that needs values or a closure fails; the real step reports its errors
@@ -137,16 +141,16 @@ def _copy_optimizer(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     parameter: torch.nn.Parameter,
-    guard: _ExistingTensorWriteCheck,
+    write_check: _ExistingTensorWriteCheck,
 ) -> torch.optim.Optimizer:
     """Return a copy of an optimizer that has no state and one parameter."""
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
 
     def copy_leaf(value: object) -> object:
         if isinstance(value, torch.Tensor):
-            return guard.copy_for_dry_run(value)
+            return write_check.copy_tensor_for_dry_run(value)
         if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
-            return _copy_optimizer(value, group, parameter, guard)
+            return _copy_optimizer(value, group, parameter, write_check)
         if isinstance(value, types.MethodType) and value.__self__ is optimizer:
             return types.MethodType(value.__func__, copied)
         return value
@@ -169,7 +173,7 @@ class _ExistingTensorWriteCheck(TorchDispatchMode):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._new_storages: dict[int, torch.UntypedStorage] = {}  # ids are reused, so keep storages alive
 
-    def copy_for_dry_run(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_tensor_for_dry_run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a small tensor with its values, or a meta tensor of the shape of a large one."""
         if type(tensor) in PLAIN_CLASSES and tensor.numel() <= _MAX_COPIED:
             return tensor.detach().clone()
@@ -197,12 +201,12 @@ class _ExistingTensorWriteCheck(TorchDispatchMode):
 
 
 def _describe_slot(value: object) -> object:
-    """Return the `SlotKind` of a tensor, or the name of the type of any other value."""
+    """Return the `SlotForm` of a tensor, or the name of the type of any other value."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    kind = find_local_class(value)
-    name = _TENSOR if kind in PLAIN_CLASSES else get_class_name(kind)
-    return SlotKind(name, format_dtype(value.dtype), tuple(value.shape))
+    kind = find_local_tensor_class(value)
+    name = _TENSOR if kind in PLAIN_CLASSES else format_class_name(kind)
+    return SlotForm(name, format_dtype(value.dtype), tuple(value.shape))
 
 
 def _check_equal_slots(
@@ -217,7 +221,7 @@ def _check_equal_slots(
         if expected != actual:
             raise ScopeError(
                 f"{kind}: its state {name} for a sharded weight differs in form from that on one device",
-                facts={**facts, "one device": _format_kind(expected), "sharded": _format_kind(actual)},
+                facts={**facts, "one device": _format_form(expected), "sharded": _format_form(actual)},
                 why="it chooses its state from the shape of the shard, so its steps would differ from "
                 "those on one device",
                 fix=fix if _has_special_class(expected) else f"leave this weight unsharded; or {fix}",
@@ -225,16 +229,16 @@ def _check_equal_slots(
         if _has_special_class(actual):
             raise ScopeError(
                 f"{kind}: its state {name} for a sharded weight is of a special tensor class",
-                facts={**facts, name: _format_kind(actual)},
+                facts={**facts, name: _format_form(actual)},
                 why="the elements of such a tensor may depend on any value of the weight, so its shards "
                 "may differ from those on one device",
                 fix=fix,
             )
 
 
-def _has_special_class(kind: object) -> bool:
-    return any(isinstance(each, SlotKind) and each.class_name != _TENSOR for each in tree_leaves(kind))
+def _has_special_class(form: object) -> bool:
+    return any(isinstance(each, SlotForm) and each.class_name != _TENSOR for each in tree_leaves(form))
 
 
-def _format_kind(kind: object) -> str:
-    return "none" if kind is None else str(kind)
+def _format_form(form: object) -> str:
+    return "none" if form is None else str(form)

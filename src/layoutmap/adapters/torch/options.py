@@ -16,7 +16,7 @@ _DECIDED_BY_RULES = ("mesh", "dp_mesh_dims", "shard_placement_fn", "ignored_para
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """Hold the scope options that only torch modules have.
+    """Store the scope options that only torch modules have.
 
     Args:
         draws: `"exact"`: initial values and dropout masks equal those of the unsharded model, bit for bit. `"tiles"`: a

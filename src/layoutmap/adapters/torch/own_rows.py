@@ -71,13 +71,13 @@ class OwnRows:
         self.num_rows = next((int(each.shape[0]) for each in self._tensors if each.ndim), 0)
 
     # A process with fewer rows would send smaller shards than others expect, so compare the row counts in each call.
-    def check_rows(self, *, is_due: bool) -> None:
-        """Raise if the processes pass different numbers or shapes of rows. If `is_due`, also compare values.
+    def check_rows(self, *, compare_values: bool) -> None:
+        """Raise if the processes pass different numbers or shapes of rows. If `compare_values`, also compare values.
 
         Arguments without rows and rows of one shard must be equal, and the rows of all shards must not be equal.
 
         Args:
-            is_due: Whether values are compared, too.
+            compare_values: Whether values are compared, too.
         """
         gather, to_numpy = self._context.gather_from_processes, self._context.engine.to_numpy
         shapes = str([tuple(each.shape) for each in self._tensors if self._has_rows(each)])
@@ -93,10 +93,10 @@ class OwnRows:
             raise ScopeError(
                 "the processes pass rows of different lengths",
                 facts=make_process_facts(gather_texts(f"tensors of {shapes[1:-1]}", gather)),
-                why='with rows="own" they are shards of one batch, whose rows have one length',
+                why='with rows="own", the rows of all processes form one batch, whose rows must have one length',
                 fix='pad all rows to one length, as with padding="max_length" of a tokenizer',
             )
-        if not is_due:
+        if not compare_values:
             return
         others = [to_numpy(each) for each in self._tensors if not self._has_rows(each)]
         texts = gather_texts(
@@ -142,7 +142,7 @@ class OwnRows:
         layout = self._context.policy.derive_batch_layout(shape)
         return self._context.engine.make_native_layout(layout, len(shape))[1]
 
-    def convert_inputs(self, values: object) -> Any:
+    def convert_rows_to_dtensors(self, values: object) -> Any:
         """Return the arguments with each tensor of rows as a local shard of a DTensor of the global batch."""
         mesh = self._context.engine.make_native_layout(self._context.policy.make_replicated_layout(0), 0)[0]
 
@@ -155,10 +155,10 @@ class OwnRows:
         return map_tensors(shard_rows, values)
 
     @skip_function_modes
-    def extract_outputs(self, values: object) -> Any:
+    def extract_own_outputs(self, values: object) -> Any:
         """Return unsharded outputs. Of an output with rows of the batch, only the rows of this process are returned."""
 
-        def extract_output(tensor: torch.Tensor) -> object:
+        def extract_own_output(tensor: torch.Tensor) -> object:
             if not isinstance(tensor, DTensor) or not tensor.ndim or tensor.shape[0] % self._num_shards:
                 return unshard_tensors(tensor)
             batch = self._find_batch_placements(tuple(tensor.shape))
@@ -170,12 +170,12 @@ class OwnRows:
             if not is_sharded and not self._has_rows(tensor, self._num_shards):
                 return unshard_tensors(tensor)
             rows = get_local(redistribute_if_needed(cast(DTensor, tensor.detach()), batch))
-            return _OwnRowsOutput.apply(tensor, rows) if tensor.requires_grad else rows
+            return _OwnRowsWithoutBackward.apply(tensor, rows) if tensor.requires_grad else rows
 
-        return map_tensors(extract_output, values)
+        return map_tensors(extract_own_output, values)
 
 
-class _OwnRowsOutput(AutogradFunction):
+class _OwnRowsWithoutBackward(AutogradFunction):
     """Return one process's rows, and raise in backward, because a loss of these rows lacks all other rows."""
 
     @staticmethod

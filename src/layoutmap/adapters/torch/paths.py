@@ -59,7 +59,7 @@ class ModelTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class DescribedTensor:
     """A tensor of a model and its description as a variable of a plan."""
 
     source: ModelTensor
@@ -101,7 +101,7 @@ def list_model_tensors(root: torch.nn.Module) -> list[ModelTensor]:
 
 
 def find_paths_by_module_id(root: torch.nn.Module) -> dict[int, str]:
-    """Return the first path of each module below a model, by the module's id."""
+    """Return a dict from the id of each module below a model to the first path of the module."""
     paths: dict[int, str] = {}
     for name, module in list_modules(root):
         if name:
@@ -118,7 +118,7 @@ def find_root_modules(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Modul
 
 
 def iterate_descendants(module: torch.nn.Module, known: set[int] = frozenset()) -> Iterator[torch.nn.Module]:  # pyright: ignore[reportArgumentType]
-    """Yield each module below a module once. Of a module in `known`, yield no modules below it."""
+    """Yield each descendant of a module once, except for descendants of modules with an id in `known`."""
     pending, seen = list(module.children()), {id(module)}
     while pending:
         child = pending.pop()

@@ -60,7 +60,7 @@ def _capture_saved_files() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
 
 
 class _TensorOffset(NamedTuple):
-    """The name of a sharded tensor in the state dict, the file for its values, and their first byte in it."""
+    """The name of a sharded tensor in the state dict, the file for its values, and the byte where they start."""
 
     name: str
     file: str
@@ -110,12 +110,12 @@ def save_own_shards(
     hidden = make_hidden_path(target, tokens[0])
     with ExitStack() as end:
 
-        def prepare_plan() -> list[_TensorOffset] | None:
-            return _prepare_folder(
+        def write_folder() -> list[_TensorOffset] | None:
+            return _write_files_without_sharded_values(
                 save, end.enter_context(open_hidden_folder(target, own_token)), target, tensors, layouts
             )
 
-        plan = call_and_share_errors(lambda: prepare_plan() if is_first_process else None, gather, "save")
+        plan = call_and_share_errors(lambda: write_folder() if is_first_process else None, gather, "save")
         received_plan = json.loads(gather_texts(json.dumps(plan), gather)[0])
         if received_plan is None:
             return False
@@ -130,13 +130,13 @@ def save_own_shards(
         return True
 
 
-def _prepare_folder(
-    save: Function, hidden: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
+def _write_files_without_sharded_values(
+    save: Function, folder: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
 ) -> list[_TensorOffset] | None:
-    """Write the files without sharded values, and return where these belong, or None if tensors were changed."""
+    """Write files without sharded values, and return where these belong, or None if `save` changes tensors."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
-            f"{target}: it is a file",
+            f"{target} is a file",
             why="save_pretrained writes a folder",
             fix="pass a folder, or a path that does not exist yet",
         )
@@ -151,11 +151,11 @@ def _prepare_folder(
             names[id(placeholders[key])] = name
         state[name] = placeholders[key]
     with _capture_saved_files() as files:
-        save(hidden, state_dict=state)
+        save(folder, state_dict=state)
     if any(each.is_meta and id(each) not in names for _, content in files for each in content.values()):
         return None
     return [
-        place for file, content in files for place in _write_unsharded_values(hidden, file, content, names)
+        place for file, content in files for place in _write_unsharded_values(folder, file, content, names)
     ]
 
 
@@ -218,7 +218,7 @@ def _write_shards(
             os.fsync(each)  # flush before the index lists the file
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: it cannot be written",
+            f"{folder} cannot be written",
             why=f"the system says: {error.strerror or error}",
             fix="pass a folder that all processes can write to; the unfinished files were removed",
         ) from error
@@ -260,22 +260,22 @@ def _write_block(file: int, start: int, shape: Sequence[int], index: Index, valu
             data, offset = data[written:], offset + written
 
 
-def _move_files(hidden: Path, target: Path) -> None:
+def _move_files(folder: Path, target: Path) -> None:
     """Move the written files to the target folder and delete the old weights there. The index file is moved last."""
     if not target.exists():
-        os.rename(hidden, target)
+        os.rename(folder, target)
         return
-    new_names = sorted(path.name for path in hidden.iterdir())
+    new_names = sorted(path.name for path in folder.iterdir())
     weights = [name for name in new_names if name.endswith(".safetensors")]
     stem = re.escape(re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", weights[0]))
     old_weights = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     (target / (re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", weights[0]) + _INDEX)).unlink(missing_ok=True)
     for name in new_names:
         if not name.endswith(_INDEX):
-            os.replace(hidden / name, target / name)
+            os.replace(folder / name, target / name)
     for path in list(target.iterdir()):
         if old_weights.fullmatch(path.name) and path.name not in weights:
             path.unlink()
     for name in new_names:
         if name.endswith(_INDEX):
-            os.replace(hidden / name, target / name)
+            os.replace(folder / name, target / name)

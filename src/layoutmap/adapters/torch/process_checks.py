@@ -13,7 +13,12 @@ from layoutmap.adapters.torch.boundary import list_tensors
 from layoutmap.adapters.torch.fingerprints import describe_module
 from layoutmap.adapters.torch.own_rows import OwnRows
 from layoutmap.core.checksums import compute_checksum
-from layoutmap.engines.agreement import CallSchedule, check_same_batch, check_same_program, check_same_values
+from layoutmap.engines.agreement import (
+    CallComparisonSchedule,
+    check_same_batch,
+    check_same_program,
+    check_same_values,
+)
 from layoutmap.engines.torch.dtensor_ops import check_equal_draws
 from layoutmap.engines.torch.operators import Args, Kwargs
 
@@ -27,7 +32,7 @@ class ProcessChecks:
 
     def __init__(self, context: ScopeContext) -> None:
         self._context = context
-        self._schedule = CallSchedule()
+        self._schedule = CallComparisonSchedule()
         self._modes: set[object] = set()  # the program was compared for these pairs (training, grad enabled)
 
     def check_program_of_module(self, module: torch.nn.Module, forwards: Iterable[object]) -> None:
@@ -51,7 +56,7 @@ class ProcessChecks:
         check_same_values(sums, self._context.gather_from_processes)
 
     @contextmanager
-    def check_call(self, args: Args, kwargs: Kwargs, own_rows: OwnRows | None) -> Generator[None]:
+    def compare_call(self, args: Args, kwargs: Kwargs, own_rows: OwnRows | None) -> Generator[None]:
         """Raise if batches or random numbers differ between processes for the call that runs in the block.
 
         Args:
@@ -64,9 +69,9 @@ class ProcessChecks:
         """
         context = self._context
         is_compared = context.spans_processes and context.options.check_batches
-        is_due = is_compared and self._schedule.count_call()
+        is_due = is_compared and self._schedule.should_compare_next_call()
         if is_compared and own_rows is not None:
-            own_rows.check_rows(is_due=is_due)
+            own_rows.check_rows(compare_values=is_due)
         if not is_due:
             yield
             return

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 
 from layoutmap.adapters.torch.paths import ModelTensor
-from layoutmap.core.variables import Use
+from layoutmap.core.variables import AxesUse
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """Names that attention modules of transformers have for the size of a head."""
 
 
 def find_head_sizes_by_child(root: torch.nn.Module) -> dict[int, int]:
-    """Return the head size of each attention module, by the id of each of its direct children."""
+    """Return a dict from the id of each direct child of an attention module to the head size of this module."""
     sizes_by_id: dict[int, int] = {}
     for module in root.modules():
         size = next((n for name in _HEAD_SIZES if isinstance(n := getattr(module, name, None), int)), None)
@@ -25,11 +25,11 @@ def find_head_sizes_by_child(root: torch.nn.Module) -> dict[int, int]:
     return sizes_by_id
 
 
-def find_axis_use(model_tensor: ModelTensor, head_sizes: dict[int, int]) -> Use | None:
+def find_axis_use(model_tensor: ModelTensor, head_sizes: dict[int, int]) -> AxesUse | None:
     """Return the roles of a parameter's axes in the first module that stores it, or None if they are unknown."""
     attribute = model_tensor.attributes[0]
     roles = find_axis_roles(attribute.module, attribute.name)
-    return Use(roles, head_sizes.get(id(attribute.module))) if roles else None
+    return AxesUse(roles, head_sizes.get(id(attribute.module))) if roles else None
 
 
 def find_axis_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:

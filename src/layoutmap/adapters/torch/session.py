@@ -23,13 +23,13 @@ from torch.nn.parameter import is_lazy
 from layoutmap.adapters.current import active_session, get_current_session, is_session_active
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
-from layoutmap.adapters.torch.forward import Forward, find_forward
+from layoutmap.adapters.torch.forward import ShardedForward, find_forward
 from layoutmap.adapters.torch.from_pretrained import FromPretrainedPatches
 from layoutmap.adapters.torch.fsdp_units import plan_weight_groups
-from layoutmap.adapters.torch.lora import find_lora_factors, list_unwrapped_names
+from layoutmap.adapters.torch.lora import find_lora_factors, list_names_before_peft
 from layoutmap.adapters.torch.optimizer_hooks import record_replaced_tensor
 from layoutmap.adapters.torch.paths import (
-    TensorEntry,
+    DescribedTensor,
     find_paths_by_module_id,
     find_root_modules,
     is_keras_module,
@@ -39,9 +39,13 @@ from layoutmap.adapters.torch.paths import (
     make_model_names,
 )
 from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_child
-from layoutmap.adapters.torch.swap import copy_user_attributes, replace_in_module, replace_in_optimizer
+from layoutmap.adapters.torch.swap import (
+    copy_user_attributes,
+    replace_tensors_in_module,
+    replace_tensors_in_optimizer,
+)
 from layoutmap.adapters.torch.tensor_classes import find_stored_dtype
-from layoutmap.adapters.torch.tools import patch_libraries
+from layoutmap.adapters.torch.tools import patch_training_libraries
 from layoutmap.adapters.torch.unsupported import find_unsupported_tensors
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
@@ -60,7 +64,7 @@ _ONLY_A_PLAN = "it was only planned, so it has no values"
 _FAILED = "its scope failed, so it has no values"
 
 
-def iterate_entries(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Iterator[TensorEntry]:
+def describe_tensors(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Iterator[DescribedTensor]:
     """Yield each tensor of models with its description as a variable of a plan.
 
     Args:
@@ -79,14 +83,14 @@ def iterate_entries(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -
             kind = Kind.STATE if model_tensor.is_buffer else Kind.WEIGHT
             shape = tuple(int(n) for n in tensor.shape)
             parent, axes = derived.get(id(tensor), (None, None))
-            yield TensorEntry(
+            yield DescribedTensor(
                 model_tensor,
                 VariableSpec(
                     model_tensor.path,
                     shape,
                     format_dtype(find_stored_dtype(tensor)),
                     kind,
-                    (*model_tensor.aliases, *list_unwrapped_names(model_tensor, root)),
+                    (*model_tensor.aliases, *list_names_before_peft(model_tensor, root)),
                     parent,
                     axes,
                     model=name,
@@ -114,7 +118,7 @@ class TorchSession:
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
         self.patches = FromPretrainedPatches()
-        self.planned_entries: Sequence[TensorEntry] = ()  # set by a dry run
+        self.planned_tensors: Sequence[DescribedTensor] = ()  # set if the scope makes only a plan
 
     def _make_tape(self) -> Tape:
         return Tape(
@@ -182,9 +186,9 @@ class TorchSession:
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
             self.patches.install_if_imported()  # the user's code may import transformers inside the scope
 
-    def defer_read(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a deferred tensor that is read from a file (see `Tape.defer_read`)."""
-        return self._tape.defer_read(read)
+    def defer_file_read(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a deferred tensor that is read from a file (see `Tape.defer_file_read`)."""
+        return self._tape.defer_file_read(read)
 
     def has_built(self, model: torch.nn.Module) -> bool:
         """Return whether a module was built in this scope. A module without tensors counts as built in it."""
@@ -204,7 +208,7 @@ class TorchSession:
             roots = find_root_modules(_list_live_objects(self._modules))
         return roots
 
-    def list_unbuilt_layers(self) -> list[str]:
+    def list_unbuilt_layer_names(self) -> list[str]:
         """Return the names of layers that create weights in their first call."""
         return self._unbuilt
 
@@ -215,7 +219,7 @@ class TorchSession:
         self._unbuilt = [path for root in roots for path in list_lazy_layers(root)]
         if self._unbuilt and not self.context.plan_only:
             self._raise_lazy_layers_error(roots)
-        entries = list(iterate_entries(roots, is_new=is_new))
+        entries = list(describe_tensors(roots, is_new=is_new))
         recipes = {
             e.spec.key: self._tape.make_recipe(t)
             for e in entries
@@ -231,7 +235,7 @@ class TorchSession:
                 layers,
             )
             if self.context.plan_only:
-                self.planned_entries = entries
+                self.planned_tensors = entries
                 self._mark_valueless(roots, _ONLY_A_PLAN)
             else:
                 self._create_and_install_arrays(roots, entries, assignments)
@@ -249,14 +253,14 @@ class TorchSession:
         raise ScopeError(
             f"{self._unbuilt[0]}: the size of a lazy layer is unknown at the end of the scope",
             facts={"lazy layers": ", ".join(self._unbuilt[:10])},
-            why="it creates its weights in its first call, after the scope",
+            why="the layer creates its weights in its first call, after the scope",
             fix="give the layer its sizes, as in torch.nn.Linear(in_features, out_features)",
         )
 
     def _create_and_install_arrays(
         self,
         roots: Sequence[torch.nn.Module],
-        entries: Sequence[TensorEntry],
+        entries: Sequence[DescribedTensor],
         assignments: Sequence[Assignment],
     ) -> None:
         """Compute deferred values, relayout existing ones, and install all in their modules."""
@@ -282,9 +286,9 @@ class TorchSession:
         )
 
     def install_arrays(
-        self, roots: Sequence[torch.nn.Module], sharded: Sequence[tuple[TensorEntry, DTensor, Layout]]
+        self, roots: Sequence[torch.nn.Module], sharded: Sequence[tuple[DescribedTensor, DTensor, Layout]]
     ) -> None:
-        """Replace tensors of models by sharded arrays, and install the `Forward` of each module."""
+        """Replace tensors of models by sharded arrays, and install the `ShardedForward` of each module."""
         replaced = {
             id(e.source.tensor): self._make_replacement(e, array, layout) for e, array, layout in sharded
         }
@@ -298,7 +302,7 @@ class TorchSession:
             record_replaced_tensor(entry.source.tensor, entry.spec.path)
         self._install_forwards(roots, layouts)
 
-    def _check_equal_values(self, entries: Iterable[TensorEntry]) -> None:
+    def _check_equal_values(self, entries: Iterable[DescribedTensor]) -> None:
         """Raise if existing tensors, their gradients, or their optimizer slots differ between processes."""
         paths = {entry.source.tensor: entry.spec.path for entry in entries}
         values: list[tuple[str, torch.Tensor]] = []
@@ -322,7 +326,7 @@ class TorchSession:
         blocks = None if recipe.why_global else recipe.compute_blocks
         return Initializer(recipe.compute_global_value, blocks=blocks, recipe=recipe.format_text)
 
-    def _make_replacement(self, entry: TensorEntry, array: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _make_replacement(self, entry: DescribedTensor, array: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return the sharded parameter or buffer that replaces an entry's tensor in its modules."""
         old = entry.source.tensor
         new = array
@@ -334,19 +338,19 @@ class TorchSession:
         return new
 
     def _replace_references(
-        self, roots: Sequence[torch.nn.Module], replaced: dict[int, Any], layouts: Mapping[int, Layout]
+        self, roots: Sequence[torch.nn.Module], replacements: dict[int, Any], layouts: Mapping[int, Layout]
     ) -> None:
         """Replace the tensors that modules and optimizers reference outside of parameters and buffers."""
         kept: dict[int, torch.Tensor] = {}  # ids are reused, so keep the tensors alive
 
         def get_replacement(tensor: torch.Tensor) -> object:
-            if id(tensor) not in replaced and self._tape.is_deferred(tensor):
+            if id(tensor) not in replacements and self._tape.is_deferred(tensor):
                 # Tensors that are neither parameters nor buffers stay unsharded, but also get values.
                 kept[id(tensor)] = tensor
                 trainable = tensor.requires_grad and tensor.is_leaf
                 value = self._tape.make_recipe(tensor).compute_global_value()
-                replaced[id(tensor)] = value.requires_grad_(trainable)
-            return replaced.get(id(tensor), tensor)
+                replacements[id(tensor)] = value.requires_grad_(trainable)
+            return replacements.get(id(tensor), tensor)
 
         def make_slot_replacement(parameter: DTensor, value: torch.Tensor) -> object:
             if value.shape == parameter.shape:
@@ -355,9 +359,9 @@ class TorchSession:
 
         for root in roots:
             for module in (root, *iterate_descendants(root)):
-                replace_in_module(module, get_replacement)
+                replace_tensors_in_module(module, get_replacement)
         for optimizer in _list_live_objects(self._optimizers):
-            replace_in_optimizer(optimizer, get_replacement, make_slot_replacement)
+            replace_tensors_in_optimizer(optimizer, get_replacement, make_slot_replacement)
 
     def _shard_slot(self, tensor: torch.Tensor, layout: Layout) -> object:
         """Relayout an optimizer slot, or compute it in the layout if it is deferred."""
@@ -369,8 +373,8 @@ class TorchSession:
         )["slot"]
 
     def _install_forwards(self, roots: Sequence[torch.nn.Module], layouts: Mapping[int, Layout]) -> None:
-        """Give each module of the models a `Forward`, and patch the libraries that may train or save them."""
-        patch_libraries()
+        """Give each module of the models a `ShardedForward`, and patch the libraries that may train or save them."""
+        patch_training_libraries()
         for root in roots:
             paths = find_paths_by_module_id(root)
             groups = plan_weight_groups(root, layouts, self.context)
@@ -380,13 +384,14 @@ class TorchSession:
                     module.register_load_state_dict_pre_hook(_redistribute_state_dict)  # pyright: ignore[reportUnknownMemberType]
                 path = paths.get(id(module), "")
                 group = groups.get(id(module))
-                Forward(module, path, self.context, group=group, graphs=graphs, layouts=layouts).install()
+                new = ShardedForward(module, path, self.context, group=group, graphs=graphs, layouts=layouts)
+                new.install_in_module()
 
     def _mark_valueless(self, roots: Sequence[torch.nn.Module], why: str) -> None:
-        """Install a `Forward` in each module that raises with this reason when it is called."""
+        """Install in each module a `ShardedForward` that raises an error with this reason when the module is called."""
         for root in roots:
             for module in (root, *iterate_descendants(root)):
-                Forward(module, "", self.context, why_valueless=why).install()
+                ShardedForward(module, "", self.context, why_valueless=why).install_in_module()
 
     # -- entry points
 
@@ -406,15 +411,15 @@ class TorchSession:
 
 
 class _TapeRecording(ClosingContext):
-    """Context in which a session's tape records."""
+    """Context in which a session's tape records new tensors."""
 
     def __init__(self, session: TorchSession):
         self._session = session
 
-    def open(self) -> None:
+    def open_context(self) -> None:
         self._session.start_recording()
 
-    def close(self) -> None:
+    def close_context(self) -> None:
         self._session.stop_recording()
 
 
@@ -423,9 +428,9 @@ def _list_live_objects(refs: Mapping[int, weakref.ref[R]]) -> list[R]:
 
 
 @contextmanager
-def _suspend_outer_recording(outer: object) -> Generator[None]:
-    if isinstance(outer, TorchSession):
-        with outer.suspend_recording():
+def _suspend_outer_recording(outer_session: object) -> Generator[None]:
+    if isinstance(outer_session, TorchSession):
+        with outer_session.suspend_recording():
             yield
     else:
         yield

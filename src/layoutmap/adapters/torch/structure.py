@@ -68,7 +68,7 @@ class ModuleStructure:
                     continue
                 if isinstance(value, torch.Tensor):
                     self.slots.append((attributes, name, value))
-                    self.parts += (name, self.get_tensor_index(value))
+                    self.parts += (name, self.get_or_add_tensor_index(value))
                 else:
                     self.parts += (name, self.make_key(value))
         for name, constants in _find_global_constants(type(module).forward):
@@ -80,7 +80,7 @@ class ModuleStructure:
             if id(child) not in self._module_numbers:
                 self._add_module(child)
 
-    def get_tensor_index(self, tensor: torch.Tensor) -> int:
+    def get_or_add_tensor_index(self, tensor: torch.Tensor) -> int:
         """Return a tensor's index in `tensors`, and append it if it is new."""
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self.tensors)
@@ -115,14 +115,14 @@ class ModuleStructure:
 
 @functools.cache
 def _find_global_constants(function: Function) -> tuple[tuple[str, dict[str, object]], ...]:
-    """Return the names of the constants that a function reads from its module's globals, each with the globals."""
+    """Return pairs: the name of a constant that a function reads from its module's globals, and the dict of globals."""
     code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     names = () if code is None else code.co_names
     return tuple((name, known) for name in names if name in known and is_graph_constant(known[name]))
 
 
 # A module that changes its attributes runs uncompiled, so name the change in the warning (decisions/0105).
-def find_changed_name(before: ModuleStructure, after: ModuleStructure) -> str:
+def find_changed_attribute(before: ModuleStructure, after: ModuleStructure) -> str:
     """Return the name of the first attribute that differs in two structures of a module, or an empty text."""
     for index, (old_part, new_part) in enumerate(zip(before.parts, after.parts, strict=False)):
         if old_part != new_part:

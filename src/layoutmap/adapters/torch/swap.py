@@ -42,33 +42,33 @@ def copy_user_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
             new.register_post_accumulate_grad_hook(hook)  # pyright: ignore[reportUnknownMemberType]
 
 
-def replace_in_module(module: torch.nn.Module, replace: GetReplacement) -> None:
+def replace_tensors_in_module(module: torch.nn.Module, get_replacement: GetReplacement) -> None:
     """Replace tensors in a module's attributes and in containers there, except parameters and buffers.
 
     Args:
         module: The module; not those below it.
-        replace: Returns the replacement of a tensor, or the tensor itself.
+        get_replacement: Returns the replacement of a tensor, or the tensor itself.
     """
     members = get_parameters_and_buffers(module)
     for name, value in list(vars(module).items()):
         if value is not members[0] and value is not members[1] and name != "_modules":
-            new = _replace_tensors(value, replace)
+            new = _replace_tensors(value, get_replacement)
             if new is not value:
                 vars(module)[name] = new
 
 
-def replace_in_optimizer(
-    optimizer: torch.optim.Optimizer, replace: GetReplacement, replace_slot: ReplaceSlot
+def replace_tensors_in_optimizer(
+    optimizer: torch.optim.Optimizer, get_replacement: GetReplacement, replace_slot: ReplaceSlot
 ) -> None:
     """Replace the parameters and other tensors that an optimizer references, and its slots of these parameters.
 
     Args:
         optimizer: The optimizer.
-        replace: See `replace_in_module`.
+        get_replacement: See `replace_tensors_in_module`.
         replace_slot: Returns the replacement of a slot, given the new parameter and the slot.
     """
     for parameter in list(optimizer.state):
-        new = replace(parameter)
+        new = get_replacement(parameter)
         if new is not parameter:
             slots = optimizer.state.pop(parameter)
             optimizer.state[new] = {
@@ -77,25 +77,25 @@ def replace_in_optimizer(
             }
     for name, value in list(vars(optimizer).items()):
         if name != "state":
-            vars(optimizer)[name] = _replace_tensors(value, replace)
+            vars(optimizer)[name] = _replace_tensors(value, get_replacement)
 
 
-def _replace_tensors(value: object, replace: GetReplacement) -> object:
+def _replace_tensors(value: object, get_replacement: GetReplacement) -> object:
     """Return a value with its tensors replaced. A list or mapping is changed in place and returned."""
     if isinstance(value, torch.Tensor):
-        return replace(value)
+        return get_replacement(value)
     if type(value) is list:
         elements = cast("list[object]", value)
         # Other objects may reference the list, so change it in place.
-        elements[:] = [_replace_tensors(each, replace) for each in elements]
+        elements[:] = [_replace_tensors(each, get_replacement) for each in elements]
     elif type(value) is tuple:
         items = cast("tuple[object, ...]", value)
         if any(isinstance(each, (torch.Tensor, list, tuple, dict)) for each in items):
-            return tuple(_replace_tensors(each, replace) for each in items)
+            return tuple(_replace_tensors(each, get_replacement) for each in items)
     elif isinstance(value, dict):
         mapping = cast("dict[object, object]", value)
         for key, each in list(mapping.items()):
-            new = _replace_tensors(each, replace)
+            new = _replace_tensors(each, get_replacement)
             if new is not each:
                 mapping[key] = new
     return cast("object", value)

@@ -54,11 +54,11 @@ from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.specs import get_local
 
 
-def patch_libraries() -> None:
+def patch_training_libraries() -> None:
     """Patch libraries such as transformers, now or when they are imported, as long as sharded tensors exist."""
     for module in _TOOLS:
         if module in sys.modules:
-            install_patches(*_list_module_patches(module))
+            install_patches(*_list_patches_of_module(module))
     install_patches(_PATCH_ON_IMPORT)
 
 
@@ -89,7 +89,7 @@ class _PatchOnImport(MetaPathFinder):
             def execute_and_patch(module: ModuleType) -> None:
                 execute(module)
                 if self in sys.meta_path:
-                    install_patches(*_list_module_patches(fullname))
+                    install_patches(*_list_patches_of_module(fullname))
 
             spec.loader.exec_module = execute_and_patch
         return spec
@@ -99,8 +99,8 @@ _PATCH_ON_IMPORT = _PatchOnImport()
 
 
 @functools.cache
-def _list_module_patches(module: str) -> tuple[AttributePatch, ...]:
-    return tuple(_TOOLS[module]())
+def _list_patches_of_module(module_name: str) -> tuple[AttributePatch, ...]:
+    return tuple(_TOOLS[module_name]())
 
 
 def _gather_or_raise(library: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -115,7 +115,7 @@ def _gather_or_raise(library: str, tensors: Mapping[str, torch.Tensor]) -> dict[
     return gather_to_cpu(tensors)
 
 
-def _wrap_gathered_save(original: Function) -> Function:
+def _wrap_save_with_gather(original: Function) -> Function:
     def save_pretrained(self: torch.nn.Module, directory: str, *args: object, **options: Any) -> object:
         tensors = options.get("state_dict") or self.state_dict()
         if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
@@ -127,8 +127,8 @@ def _wrap_gathered_save(original: Function) -> Function:
     return save_pretrained
 
 
-def _wrap_parallel_save(original: Function) -> Function:
-    save_gathered = _wrap_gathered_save(original)
+def _wrap_save_in_parallel(original: Function) -> Function:
+    save_gathered = _wrap_save_with_gather(original)
 
     def save_pretrained(self: torch.nn.Module, directory: str, *args: object, **options: Any) -> object:
         tensors = options.get("state_dict") or self.state_dict()
@@ -149,7 +149,7 @@ def _wrap_parallel_save(original: Function) -> Function:
     return save_pretrained
 
 
-def _wrap_resize(original: Function) -> Function:
+def _wrap_embedding_resize(original: Function) -> Function:
     def resize_token_embeddings(self: torch.nn.Module, *args: object, **options: object) -> object:
         try:
             return original(self, *args, **options)
@@ -167,8 +167,8 @@ def _wrap_resize(original: Function) -> Function:
 def _iterate_transformers_patches() -> Iterator[AttributePatch]:
     from transformers import PreTrainedModel, modeling_utils
 
-    yield from make_patch_if_present(PreTrainedModel, "save_pretrained", _wrap_parallel_save)
-    yield from make_patch_if_present(PreTrainedModel, "resize_token_embeddings", _wrap_resize)
+    yield from make_patch_if_present(PreTrainedModel, "save_pretrained", _wrap_save_in_parallel)
+    yield from make_patch_if_present(PreTrainedModel, "resize_token_embeddings", _wrap_embedding_resize)
     yield from make_patch_if_present(modeling_utils, "safe_save_file", wrap_save_file)
 
 
@@ -176,9 +176,9 @@ def _iterate_peft_patches() -> Iterator[AttributePatch]:
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
-    yield from make_patch_if_present(PeftModel, "save_pretrained", _wrap_gathered_save)
+    yield from make_patch_if_present(PeftModel, "save_pretrained", _wrap_save_with_gather)
 
-    def wrap_layer_sizes(original: Function) -> Function:
+    def wrap_get_in_out_features(original: Function) -> Function:
         def get_in_out_features(self: object, module: torch.nn.Module) -> object:
             if isinstance(module, torch.nn.Linear) and find_forward(module) is not None:
                 return module.in_features, module.out_features
@@ -186,13 +186,13 @@ def _iterate_peft_patches() -> Iterator[AttributePatch]:
 
         return get_in_out_features
 
-    yield from make_patch_if_present(LoraLayer, "_get_in_out_features", wrap_layer_sizes)
+    yield from make_patch_if_present(LoraLayer, "_get_in_out_features", wrap_get_in_out_features)
 
 
 def _iterate_safetensors_patches() -> Iterator[AttributePatch]:
     from safetensors import torch as functions  # the package has no attribute `torch` before this import ends
 
-    def wrap_deduplication(original: Function) -> Function:
+    def wrap_remove_duplicate_names(original: Function) -> Function:
         def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:
             if simulation.is_simulated():
                 state_dict.update(gather_to_cpu(state_dict))
@@ -203,15 +203,15 @@ def _iterate_safetensors_patches() -> Iterator[AttributePatch]:
 
         return remove_duplicate_names
 
-    def wrap_flatten(original: Function) -> Function:
+    def wrap_flatten_as_ptr(original: Function) -> Function:
         def flatten_as_ptr(tensors: Sequence[torch.Tensor], *args: object) -> object:
             is_mapping = isinstance(tensors, Mapping)
             return original(_gather_or_raise("safetensors", tensors) if is_mapping else tensors, *args)
 
         return flatten_as_ptr
 
-    yield from make_patch_if_present(functions, "_remove_duplicate_names", wrap_deduplication)
-    yield from make_patch_if_present(functions, "_flatten_as_ptr", wrap_flatten)
+    yield from make_patch_if_present(functions, "_remove_duplicate_names", wrap_remove_duplicate_names)
+    yield from make_patch_if_present(functions, "_flatten_as_ptr", wrap_flatten_as_ptr)
 
 
 def _iterate_patches_of_wrapper_class(module_name: str, class_name: str) -> Iterator[AttributePatch]:
@@ -231,24 +231,24 @@ def _iterate_fully_shard_patches() -> Iterator[AttributePatch]:
     with ImportErrorConverter("torch"):
         from torch.distributed.fsdp._fully_shard import _fully_shard  # pyright: ignore[reportPrivateUsage]
 
-    def wrap_validation(original: Function) -> Function:
+    def wrap_validate_module(original: Function) -> Function:
         def validate_module(module: torch.nn.Module, func_name: str) -> None:
             _check_module_is_unsharded(func_name, module)
             original(module, func_name)
 
         return validate_module
 
-    yield from make_patch_if_present(_fully_shard, "_validate_module", wrap_validation)
+    yield from make_patch_if_present(_fully_shard, "_validate_module", wrap_validate_module)
 
 
 def _check_module_is_unsharded(wrapper: str, module: torch.nn.Module) -> None:
     if any(find_forward(each) is not None for each in module.modules()):
         raise ScopeError(
             f"{wrapper}: {type(module).__name__} is sharded already",
-            why="it expects a whole model in each process, and a sharded model gathers its weights and reduces its "
-            "gradients over all processes itself",
-            fix="leave it out: your own loop, Trainer of transformers, accelerate, and Lightning with devices=1 "
-            'work without it. A rule such as ("batch", None) with batch_dim="batch" shards weights as fully_shard does',
+            why=f"{wrapper} expects a whole model in each process, and a sharded model gathers its weights and reduces "
+            "its gradients over all processes itself",
+            fix=f"leave {wrapper} out: your own loop, Trainer of transformers, accelerate, and Lightning with "
+            'devices=1 work without it. A rule such as ("batch", None) with batch_dim="batch" shards like fully_shard',
         )
 
 

@@ -33,7 +33,7 @@ def iterate_accelerate_patches() -> Iterator[AttributePatch]:
     from accelerate import Accelerator, PartialState, accelerator  # pyright: ignore[reportMissingTypeStubs]
     from accelerate.optimizer import AcceleratedOptimizer  # pyright: ignore[reportMissingTypeStubs]
 
-    def wrap_state_dict(original: Function) -> Function:
+    def wrap_get_state_dict(original: Function) -> Function:
         def get_state_dict(self: object, model: torch.nn.Module, *args: object, **options: object) -> object:
             state_dict = original(self, model, *args, **options)
             return gather_to_cpu(state_dict) if state_dict else state_dict
@@ -42,7 +42,7 @@ def iterate_accelerate_patches() -> Iterator[AttributePatch]:
 
     def wrap_prepare(original: Function) -> Function:
         def prepare(self: object, *args: object, **options: object) -> object:
-            _count_one_process_if_shared(*args)  # must precede accelerate's split of data loaders
+            _count_one_process_for_shared_model(*args)  # must precede accelerate's split of data loaders
             return original(self, *args, **options)
 
         return prepare
@@ -83,7 +83,7 @@ def iterate_accelerate_patches() -> Iterator[AttributePatch]:
     def wrap_gather_object(original: Function) -> Function:
         def gather_object(object: object) -> object:
             rows = _SINGLE_PROCESS.rows
-            return original(object) if rows is None else _concatenate_lists_by_shard(object, rows)
+            return original(object) if rows is None else _gather_objects_in_shard_order(object, rows)
 
         return gather_object
 
@@ -106,7 +106,7 @@ def iterate_accelerate_patches() -> Iterator[AttributePatch]:
     yield from make_patch_if_present(accelerator, "gather", wrap_gather)
     yield from make_patch_if_present(accelerator, "gather_object", wrap_gather_object)
     yield from make_patch_if_present(accelerator, "reduce", wrap_reduce)
-    yield from make_patch_if_present(Accelerator, "get_state_dict", wrap_state_dict)
+    yield from make_patch_if_present(Accelerator, "get_state_dict", wrap_get_state_dict)
     yield from make_patch_if_present(Accelerator, "prepare", wrap_prepare)
     yield from make_patch_if_present(Accelerator, "prepare_model", wrap_prepare)
     yield from make_patch_if_present(AcceleratedOptimizer, "state_dict", wrap_optimizer_state_dict)
@@ -117,10 +117,10 @@ def _unshard_to_cpu(value: object) -> object:
     return unshard_tensors(value.detach()).cpu() if isinstance(value, DTensor) else value
 
 
-def _concatenate_lists_by_shard(values: object, rows: ScopeContext) -> object:
+def _gather_objects_in_shard_order(values: object, context: ScopeContext) -> object:
     """Gather a value from each shard of the batch, in order. Lists are concatenated. Other values become one list."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (find_row_shard_index(rows), values))  # pyright: ignore[reportUnknownMemberType]
+    dist.all_gather_object(gathered, (find_row_shard_index(context), values))  # pyright: ignore[reportUnknownMemberType]
     lists = [each for _, each in sorted(dict(gathered).items())]
     return [value for each in lists for value in each] if isinstance(values, list) else lists
 
@@ -181,7 +181,7 @@ _SINGLE_PROCESS = _SingleProcessPatch()
 
 # A sharded model takes the global batch in each process, so accelerate must not split batches (decisions/0215). If
 # processes read only their own rows, split batches by their positions along the batch dim (decisions/0305).
-def _count_one_process_if_shared(*values: object) -> None:
+def _count_one_process_for_shared_model(*values: object) -> None:
     """Make accelerate count one process if a value is a sharded model that several processes share."""
     contexts = [each for each in map(_find_multiprocess_scope, values) if each is not None]
     if contexts:
@@ -195,12 +195,12 @@ def iterate_trainer_patches() -> Iterator[AttributePatch]:
 
     def wrap_accelerator_creation(original: Function) -> Function:
         def create_accelerator_and_postprocess(self: Any) -> None:
-            _count_one_process_if_shared(self.model)
+            _count_one_process_for_shared_model(self.model)
             original(self)
 
         return create_accelerator_and_postprocess
 
-    def wrap_item_count(original: Function) -> Function:
+    def wrap_count_items(original: Function) -> Function:
         def count_items(self: Any, *args: object) -> object:
             num_items = original(self, *args)
             is_own_rows = num_items is not None and _SINGLE_PROCESS.rows is not None
@@ -248,7 +248,7 @@ def iterate_trainer_patches() -> Iterator[AttributePatch]:
         return save_checkpoint
 
     yield from make_patch_if_present(Trainer, "create_accelerator_and_postprocess", wrap_accelerator_creation)
-    yield from make_patch_if_present(Trainer, "_get_num_items_in_batch", wrap_item_count)
+    yield from make_patch_if_present(Trainer, "_get_num_items_in_batch", wrap_count_items)
     yield from make_patch_if_present(Trainer, "_save", wrap_save_model)
     yield from make_patch_if_present(Trainer, "_save_optimizer_and_scheduler", wrap_save_optimizer)
     yield from make_patch_if_present(Trainer, "_save_rng_state", wrap_save_rng_state)

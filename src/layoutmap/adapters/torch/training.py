@@ -71,7 +71,7 @@ def train_with(
     return model
 
 
-def get_training(model: torch.nn.Module) -> TrainingSettings:
+def get_training_settings(model: torch.nn.Module) -> TrainingSettings:
     """Return the training settings of a model, which are the defaults if `train_with` was not called."""
     # Settings are stored outside the model, because the model must not change.
     return _trainings.setdefault(model, TrainingSettings())
@@ -92,7 +92,7 @@ def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
     Raises:
         ScopeError: The model returns no loss, and `train_with` has set none; or the batch lacks targets.
     """
-    output, loss = call_model(model, batch), get_training(model).loss
+    output, loss = call_model(model, batch), get_training_settings(model).loss
     if loss is not None:
         if not is_sequence(batch) or len(batch) < 2:
             batch_text = (
@@ -117,7 +117,7 @@ def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
 
 
 def find_scalar_loss(output: object) -> torch.Tensor | None:
-    """Return the loss in a model's output: the output itself or its `loss`, whichever is a scalar tensor, or None."""
+    """Return the output of a model or its `loss`, whichever is a scalar tensor, or None if neither is one."""
     result = output.get("loss") if is_mapping(output) else getattr(output, "loss", output)
     result = result[0] if is_sequence(result) else result
     if isinstance(result, torch.Tensor) and result.ndim == 0:
@@ -125,13 +125,13 @@ def find_scalar_loss(output: object) -> torch.Tensor | None:
     return None
 
 
-def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+def get_or_make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of a model, which is created at its first use.
 
     Raises:
         ScopeError: `train_with` has set no optimizer.
     """
-    training = get_training(model)
+    training = get_training_settings(model)
     if training.make_optimizer is None:
         raise ScopeError(
             f"{type(model).__name__}: the optimizer of this model is unknown",
@@ -144,7 +144,7 @@ def get_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return training.optimizer
 
 
-def find_optimizer(name: str) -> MakeOptimizer:
+def find_optimizer_class(name: str) -> MakeOptimizer:
     """Return the optimizer class in `torch.optim` with this name, such as `"adamw"`, in upper or lower case.
 
     Raises:
@@ -164,15 +164,19 @@ def find_optimizer(name: str) -> MakeOptimizer:
     return optimizer_classes[name.lower()]
 
 
-def convert_outputs(output: object, read: Callable[[Any], object]) -> object:
+def convert_outputs(output: object, convert_tensor: Callable[[Any], object]) -> object:
     """Return a model's outputs as numpy arrays in the same nesting, without values that contain no tensor."""
     if isinstance(output, torch.Tensor):
-        return read(output)
+        return convert_tensor(output)
     if is_mapping(output):
-        return {name: convert_outputs(value, read) for name, value in output.items() if list_tensors(value)}
+        return {
+            name: convert_outputs(value, convert_tensor)
+            for name, value in output.items()
+            if list_tensors(value)
+        }
     if is_sequence(output):
-        return [convert_outputs(value, read) for value in output if list_tensors(value)]
-    return [read(tensor) for tensor in list_tensors(output)]
+        return [convert_outputs(value, convert_tensor) for value in output if list_tensors(value)]
+    return [convert_tensor(tensor) for tensor in list_tensors(output)]
 
 
 def _convert_arrays_to_tensors(values: object, device: torch.device | None) -> object:

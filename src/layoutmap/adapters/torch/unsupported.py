@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.paths import ModelTensor
-from layoutmap.adapters.torch.tensor_classes import PLAIN_CLASSES, get_class_name, is_composed
+from layoutmap.adapters.torch.tensor_classes import PLAIN_CLASSES, format_class_name, is_composed_of_tensors
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.engines.torch.storages import get_storage_key
 
@@ -44,10 +44,10 @@ def _iterate_unsupported_tensors(tensors: Sequence[tuple[ModelTensor, str]]) -> 
                 "make it dense: tensor.to_dense()",
                 model=model,
             )
-        elif not isinstance(tensor, DTensor) and is_composed(tensor):
+        elif not isinstance(tensor, DTensor) and is_composed_of_tensors(tensor):
             yield UnsupportedFeature(
                 model_tensor.path,
-                f"it is a {get_class_name(type(tensor))}, which consists of other tensors",
+                f"it is a {format_class_name(type(tensor))}, which consists of other tensors",
                 "it is unknown which of their elements belong to which shard",
                 "lay out the model without it (for torchao: without quantize_), or keep this model on one device",
                 model=model,
@@ -55,7 +55,7 @@ def _iterate_unsupported_tensors(tensors: Sequence[tuple[ModelTensor, str]]) -> 
         elif type(tensor) not in _KNOWN:
             yield UnsupportedFeature(
                 model_tensor.path,
-                f"it is a {get_class_name(type(tensor))}",
+                f"it is a {format_class_name(type(tensor))}",
                 "it becomes a DTensor, and what its own class does is lost",
                 "make it a torch.nn.Parameter",
                 "warning" if isinstance(tensor, torch.nn.Parameter) else "error",

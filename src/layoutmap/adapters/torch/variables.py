@@ -71,5 +71,5 @@ class Variable:
             raise PlanError(
                 f"{self.path}: this tensor has no values",
                 why="the model was planned, or its scope failed",
-                fix="build it in a scope, or with layout_map.build",
+                fix="build the model in a scope, or with layout_map.build",
             )

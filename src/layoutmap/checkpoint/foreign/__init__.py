@@ -19,7 +19,7 @@ from layoutmap.checkpoint.gate import check_regular_file, translate_parser_error
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
-from layoutmap.checkpoint.source import Source, check_limits
+from layoutmap.checkpoint.source import Source, check_variable_limits
 from layoutmap.checkpoint.storage import LocalStorage
 from layoutmap.core.errors import CheckpointError, join_names
 
@@ -50,7 +50,7 @@ def load_export_writer(name: str) -> Callable[..., None]:
 
 
 # Files may be malicious, so they are read without their frameworks, and pickled models are refused (decisions/0085).
-def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
+def open_checkpoint_source(path: str | os.PathLike[str], step: int | None = None) -> Source:
     """Open a checkpoint of layoutmap, or files of a different library in one of the supported formats.
 
     Args:
@@ -66,12 +66,12 @@ def open_source(path: str | os.PathLike[str], step: int | None = None) -> Source
         CheckpointError: There is no checkpoint, it is damaged, or its format is not supported, such as a pickle.
     """
     with translate_parser_errors(os.fspath(path)):
-        found = _open_checkpoint(path, step)
-        check_limits(found.where, found.variables.values())
+        found = _open_source_by_format(path, step)
+        check_variable_limits(found.where, found.variables.values())
     return found
 
 
-def _open_checkpoint(path: str | os.PathLike[str], step: int | None) -> Source:
+def _open_source_by_format(path: str | os.PathLike[str], step: int | None) -> Source:
     storage = open_storage(path)
     if not isinstance(storage, LocalStorage):
         return StepSource(storage, step)
@@ -81,7 +81,7 @@ def _open_checkpoint(path: str | os.PathLike[str], step: int | None) -> Source:
         check_regular_file(os.fspath(path), where.stat())
     if where.is_dir():
         if (where / NAME).is_file() and name.startswith("step-") and name[5:].isdigit():
-            return StepSource(LocalStorage(where.parent), _choose_only_step(step, int(name[5:]), path))
+            return StepSource(LocalStorage(where.parent), _validate_step_of_folder(step, int(name[5:]), path))
         if LocalStorage(where).list_steps():
             return StepSource(LocalStorage(where), step)
         found = _open_foreign_folder(where, step)
@@ -130,14 +130,14 @@ def _check_step_is_none(step: int | None, path: str | os.PathLike[str]) -> None:
         )
 
 
-def _choose_only_step(step: int | None, actual: int, path: str | os.PathLike[str]) -> int:
-    if step not in (None, actual):
+def _validate_step_of_folder(step: int | None, folder_step: int, path: str | os.PathLike[str]) -> int:
+    if step not in (None, folder_step):
         raise CheckpointError(
-            f"{path}: this is step {actual}, not {step}",
+            f"{path}: this is step {folder_step}, not {step}",
             why="the path is the folder of a single step",
             fix="leave step out, or name the parent directory of this folder",
         )
-    return actual
+    return folder_step
 
 
 def _make_pickle_error(where: str, why: str) -> CheckpointError:

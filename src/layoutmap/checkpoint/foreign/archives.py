@@ -50,8 +50,8 @@ class FileWindow(io.RawIOBase):
         return count
 
 
-def map_stored_files(window: FileWindow, where: str, fix: str) -> Mapping[str, FileWindow]:
-    """Return a `FileWindow` for each file in an uncompressed archive, by the file's name.
+def find_files_in_archive(window: FileWindow, where: str, fix: str) -> Mapping[str, FileWindow]:
+    """Return a dict from file name to `FileWindow` for all files in an uncompressed zip archive.
 
     Args:
         window: The archive.
@@ -63,7 +63,7 @@ def map_stored_files(window: FileWindow, where: str, fix: str) -> Mapping[str, F
             bytes. Otherwise a small archive could expand to any size.
     """
 
-    def make_error(why: str) -> CheckpointError:
+    def make_archive_error(why: str) -> CheckpointError:
         return CheckpointError(f"{where}: the archive cannot be read", why=why, fix=fix)
 
     files: dict[str, FileWindow] = {}
@@ -77,10 +77,10 @@ def map_stored_files(window: FileWindow, where: str, fix: str) -> Mapping[str, F
                 info.header_offset + 30 + sum(int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
             )
             if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                raise make_error(f"{info.filename} is compressed, and could expand to any size")
+                raise make_archive_error(f"{info.filename} is compressed, and could expand to any size")
             if info.filename in files or start + info.file_size > after:
-                raise make_error(f"{info.filename} appears twice, or shares bytes with another file")
+                raise make_archive_error(f"{info.filename} appears twice, or shares bytes with another file")
             files[info.filename] = FileWindow(window.file, window.start + start, info.file_size)
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, IndexError) as error:
-        raise make_error(f"{type(error).__name__}: {error}") from error
+        raise make_archive_error(f"{type(error).__name__}: {error}") from error
     return files

@@ -66,8 +66,8 @@ _IGNORED = {
 }
 
 
-class _DcpRecord:
-    """A record with the attributes of a pickled DCP object, and without its methods."""
+class _PickledDcpObject:
+    """A pickled object of DCP, unpickled to its attributes without its methods."""
 
     def __setstate__(self, state: Any) -> None:
         if type(self).__name__ == "TensorProperties" and isinstance(state, tuple):
@@ -79,15 +79,15 @@ class _DcpRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class DtypeRecord:
-    """A record of a torch dtype or storage class with the dtype's name. The name is empty for untyped bytes."""
+class PickledDtype:
+    """A torch dtype or storage class in a pickle. `name` is the dtype's name, or empty for untyped bytes."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """A record of a pickled tensor. `storage` is from `persistent_load`, and `start` is an element offset in it."""
+class PickledTensor:
+    """A pickled tensor without values. They begin `start` elements after the begin of `storage`."""
 
     storage: tuple[Any, ...]
     start: int
@@ -96,7 +96,7 @@ class TensorRecord:
     dtype: str | None
 
 
-class _SafeFunction:
+class _AllowedFunction:
     """Wrap a function that a pickle may call, so that the pickle cannot set attributes of the function."""
 
     __slots__ = ("_function",)
@@ -113,57 +113,57 @@ class _SafeFunction:
 
 # torch's own readers can run code or allocate without limit, so read pickles into inert records here (decisions/0182).
 class TensorUnpickler(pickle.Unpickler):
-    """Unpickle tensors to inert records. Other values may only be mappings, lists, numbers, and text."""
+    """Unpickle tensors without running code. Other values may only be mappings, lists, numbers, and text."""
 
-    writer = "torch.save writes for tensors"
+    writer = "torch.save"
 
     def __init__(self, where: str, data: bytes):
         super().__init__(io.BytesIO(data))
         self._where = where
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return the inert record or safe function for a name in the pickle. Raise if the name is unknown."""
+        """Return a harmless replacement for a class or function in the pickle. Raise if its name is unknown."""
         known: dict[tuple[str, str], Any] = {
-            ("torch", "Size"): _rebuild_size,
+            ("torch", "Size"): _rebuild_torch_size,
             ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
             ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor,  # for dtypes without a storage class
-            ("torch._utils", "_rebuild_parameter"): _return_first,
+            ("torch._utils", "_rebuild_parameter"): _return_first_argument,
             ("collections", "OrderedDict"): _make_ordered_dict,
-            ("collections", "Counter"): _return_first,
+            ("collections", "Counter"): _return_first_argument,
         }
         if (module, name) in known:
-            return _SafeFunction(known[module, name])
+            return _AllowedFunction(known[module, name])
         if module == "torch" and name in _DTYPES:
-            return DtypeRecord(name)
+            return PickledDtype(name)
         if module in ("torch", "torch.storage") and (name in _STORAGES or name == "UntypedStorage"):
-            return DtypeRecord(_STORAGES.get(name, ""))
-        raise make_torch_error(
+            return PickledDtype(_STORAGES.get(name, ""))
+        raise make_torch_file_error(
             self._where,
             f"its pickle refers to the unknown name {module}.{name}",
-            f"this is not among the names that {self.writer}, and unpickling others can run code",
-            fix="load it on a machine where you trust it, and save it as safetensors",
+            f"{self.writer} does not write this name for tensors, and unpickling an unknown name can run code",
+            fix="if you trust the file, load it with torch, and save its tensors as safetensors",
         )
 
     def persistent_load(self, pid: Any, /) -> Any:
         """Return three values of a tensor's storage: its kind, its dtype or `None`, and its key in the archive."""
         kind, storage, key, *_ = pid
-        if kind != "storage" or not isinstance(storage, DtypeRecord) or not isinstance(key, str):
-            raise make_torch_error(
+        if kind != "storage" or not isinstance(storage, PickledDtype) or not isinstance(key, str):
+            raise make_torch_file_error(
                 self._where, "its pickle has an invalid torch storage", f"the storage is {shorten_repr(pid)}"
             )
         return kind, storage.name or None, key
 
 
 class _DcpUnpickler(TensorUnpickler):
-    """Unpickle tensors, and the objects of DCP's metadata, to inert records."""
+    """Unpickle tensors, and the objects of DCP's metadata, without running their code."""
 
-    writer = "DCP writes"
+    writer = "DCP"
 
     def find_class(self, module: str, name: str, /) -> object:
         if (module, name) in _RECORDS:
-            return type(name, (_DcpRecord,), {})
+            return type(name, (_PickledDcpObject,), {})
         if (module, name) in _IGNORED:
-            return _SafeFunction(_return_none)
+            return _AllowedFunction(_return_none)
         return set if (module, name) == ("builtins", "set") else super().find_class(module, name)
 
 
@@ -175,25 +175,27 @@ def _return_none(*_: object) -> None:
     return None
 
 
-def _rebuild_size(values: Sequence[object] = ()) -> tuple[object, ...]:
-    return parse_sizes(values)
+def _rebuild_torch_size(values: Sequence[object] = ()) -> tuple[object, ...]:
+    return validate_sizes(values)
 
 
-def _return_first(value: object, *_: object) -> object:
+def _return_first_argument(value: object, *_: object) -> object:
     return value
 
 
-def _rebuild_tensor(storage: Any, start: Any, shape: Any, strides: Any, *options: Any) -> TensorRecord:
+def _rebuild_tensor(storage: Any, start: Any, shape: Any, strides: Any, *options: Any) -> PickledTensor:
     if any(isinstance(each, dict) and each != {} for each in options):
         raise ValueError("a tensor is a conjugate or negated view, which cannot be read")
-    dtype = next((each.name for each in options if isinstance(each, DtypeRecord)), storage[1])
-    return TensorRecord(
-        tuple(storage), parse_sizes((start,))[0], parse_sizes(shape), parse_sizes(strides), dtype
+    dtype = next((each.name for each in options if isinstance(each, PickledDtype)), storage[1])
+    return PickledTensor(
+        tuple(storage), validate_sizes((start,))[0], validate_sizes(shape), validate_sizes(strides), dtype
     )
 
 
-def read_pickle(where: str, data: bytes, unpickler_class: type[TensorUnpickler] = _DcpUnpickler) -> object:
-    """Return the content of a pickle as inert records, or raise a `CheckpointError` with the file `where`."""
+def unpickle_without_code(
+    where: str, data: bytes, unpickler_class: type[TensorUnpickler] = _DcpUnpickler
+) -> object:
+    """Return the content of a pickle, without running code. Raise a `CheckpointError` if that is impossible."""
     try:
         _check_memo_size(data)
         _check_tuple_sizes(data)
@@ -201,7 +203,7 @@ def read_pickle(where: str, data: bytes, unpickler_class: type[TensorUnpickler] 
     except CheckpointError:
         raise
     except Exception as error:  # pickle raises undocumented errors for damaged data
-        raise make_torch_error(
+        raise make_torch_file_error(
             where, "its pickle cannot be read", f"{type(error).__name__}: {error}"
         ) from error
 
@@ -247,7 +249,7 @@ def _check_tuple_sizes(data: bytes) -> None:
             stack += [size] * len(opcode.stack_after)
 
 
-def parse_sizes(values: Sequence[Any]) -> tuple[int, ...]:
+def validate_sizes(values: Sequence[Any]) -> tuple[int, ...]:
     """Return non-negative whole numbers as a tuple, or raise a `ValueError` for other values or too many of them."""
     found = tuple(values)
     if len(found) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in found):
@@ -255,7 +257,7 @@ def parse_sizes(values: Sequence[Any]) -> tuple[int, ...]:
     return found
 
 
-def make_torch_error(
+def make_torch_file_error(
     where: str, what: str, why: str, *, fix: str = "restore it from a copy, or save it again with torch"
 ) -> CheckpointError:
     """Return the error for a DCP directory or a file of `torch.save` that cannot be read."""

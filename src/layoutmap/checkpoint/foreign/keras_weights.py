@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
-from layoutmap.checkpoint.foreign.archives import FileWindow, map_stored_files
+from layoutmap.checkpoint.foreign.archives import FileWindow, find_files_in_archive
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source, import_package
 from layoutmap.core.blocks import Index, NumpyArray
@@ -47,18 +47,18 @@ class KerasWeights(Source):
         for file in _list_weight_files(Path(path)):
             try:
                 window = ByteFile(file)
-                root = h5py.File(_find_weight_file(window) if file.suffix == ".keras" else file, "r")
-                for name, dataset in _iterate_datasets(h5py, str(file), root, "", set()):
+                root = h5py.File(_find_weights_in_archive(window) if file.suffix == ".keras" else file, "r")
+                for name, dataset in _iterate_hdf5_datasets(h5py, str(file), root, "", set()):
                     self._add_dataset(str(file), name, dataset, window.num_bytes)
             except (OSError, KeyError, RuntimeError) as error:
-                raise _make_error(str(file), "the file cannot be read", str(error)) from error
+                raise _make_keras_error(str(file), "the file cannot be read", str(error)) from error
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
         path = variable.path
         try:
-            found = np.asarray(self._datasets[path][wanted])
+            found = np.asarray(self._datasets[path][index])
         except (OSError, RuntimeError) as error:
-            raise _make_error(self.where, f"{path}: its values cannot be read", str(error)) from error
+            raise _make_keras_error(self.where, f"{path}: its values cannot be read", str(error)) from error
         # The view below would read big-endian bytes as little-endian, so convert the byte order first.
         return found.astype(found.dtype.newbyteorder("="), copy=False).view(
             get_numpy_dtype(variable.dtype, path)
@@ -67,17 +67,17 @@ class KerasWeights(Source):
     def _add_dataset(self, file: str, name: str, dataset: Any, file_bytes: int) -> None:
         path = name.strip("/").replace("/", ".")
         if path in self.variables:
-            raise _make_error(
+            raise _make_keras_error(
                 file, f"{path}: it appears twice", "another file of the same weights contains it, too"
             )
         if dataset.external is not None or dataset.is_virtual:
-            raise _make_error(
+            raise _make_keras_error(
                 file,
                 f"{path}: its values are in another file",
                 "Keras stores all values in the weight file itself",
             )
         if dataset.id.get_storage_size() < dataset.nbytes or dataset.nbytes > file_bytes:
-            raise _make_error(
+            raise _make_keras_error(
                 file, f"{path}: its values are missing or compressed", "Keras writes values uncompressed"
             )
         marked = dataset.attrs.get("dtype")
@@ -92,34 +92,36 @@ class KerasWeights(Source):
         return f"<KerasWeights {self.where}: {len(self.variables)} variables, no checksums>"
 
 
-def _iterate_datasets(
+def _iterate_hdf5_datasets(
     h5py: Any, file: str, group: Any, prefix: str, seen_addresses: set[Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the datasets in a group and its subgroups by path. Raise for links and for an object with two paths."""
+    """Yield the path and dataset of each dataset below a group. Raise for links and for two paths of an object."""
     for name in group:
         path = f"{prefix}/{name}"
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
-            raise _make_error(file, f"{path}: it is a link", "Keras writes no links")
+            raise _make_keras_error(file, f"{path}: it is a link", "Keras writes no links")
         found = group[name]
         address = h5py.h5o.get_info(found.id).addr
         # Two hard links to each of 40 nested groups would give 2^40 paths, so each object is read once.
         if address in seen_addresses or path.count("/") > _MOST_DEPTH:
-            raise _make_error(
-                file, f"{path[:200]}: it appears twice or is nested too deep", "Keras files are shallow trees"
+            raise _make_keras_error(
+                file, f"{path[:200]}: it has two paths or too many levels", "Keras writes no such objects"
             )
         seen_addresses.add(address)
         if isinstance(found, h5py.Group):
-            yield from _iterate_datasets(h5py, file, found, path, seen_addresses)
+            yield from _iterate_hdf5_datasets(h5py, file, found, path, seen_addresses)
         else:
             yield path, found
 
 
-def _find_weight_file(file: ByteFile) -> FileWindow:
+def _find_weights_in_archive(file: ByteFile) -> FileWindow:
     """Return the weight file inside a `.keras` archive."""
     path = file.path
-    files = map_stored_files(FileWindow(file, 0, file.num_bytes), path, "save it again with model.save")
+    files = find_files_in_archive(FileWindow(file, 0, file.num_bytes), path, "save it again with model.save")
     if _WEIGHTS not in files:
-        raise _make_error(path, "it has no weights", f"Keras stores the weights of a model in {_WEIGHTS}")
+        raise _make_keras_error(
+            path, "it has no weights", f"Keras stores the weights of a model in {_WEIGHTS}"
+        )
     return files[_WEIGHTS]
 
 
@@ -127,22 +129,24 @@ def _list_weight_files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        files_by_tensor = cast("dict[str, Any]", json.loads(ByteFile(path).read_all())["weight_map"]).values()
+        files_by_tensor = cast(
+            "dict[str, Any]", json.loads(ByteFile(path).read_whole())["weight_map"]
+        ).values()
         names = [name for files in files_by_tensor for name in ([files] if isinstance(files, str) else files)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _make_error(
+        raise _make_keras_error(
             str(path), "the index cannot be read", f"{type(error).__name__}: {error}"
         ) from error
     files = [path.parent / name for name in dict.fromkeys(names)]
     for file in files:
         if file.parent != path.parent or not file.is_file():
-            raise _make_error(
+            raise _make_keras_error(
                 str(file), "the file is missing", f"{path} lists it, but the file is not in the same folder"
             )
     return files
 
 
-def _make_error(where: str, what: str, why: str) -> CheckpointError:
+def _make_keras_error(where: str, what: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: {what}", why=why, fix="restore it from a copy, or save it again with model.save_weights"
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.gate import check_name_inside_folder, check_regular_file, check_size_limit
-from layoutmap.checkpoint.source import SavedVariable, Source, check_limits, import_package
+from layoutmap.checkpoint.source import SavedVariable, Source, check_variable_limits, import_package
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names
 
@@ -57,20 +57,20 @@ class OrbaxCheckpoint(Source):
                 fix="name the directory of the checkpoint, and check that its save was complete",
             )
         for item in items:
-            self._add_item(item, "" if len(items) == 1 else f"{item.name}.")
+            self._add_arrays_of_item(item, "" if len(items) == 1 else f"{item.name}.")
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
         try:
-            found: Any = self._stores[variable.path][wanted].read().result()
+            found: Any = self._stores[variable.path][index].read().result()
         except (ValueError, OSError, RuntimeError) as error:
-            raise _make_read_error(self.where, variable.path, error) from error
+            raise _make_array_read_error(self.where, variable.path, error) from error
         return np.array(found)
 
-    def _add_item(self, item: Path, prefix: str) -> None:
+    def _add_arrays_of_item(self, item: Path, prefix: str) -> None:
         file = item / METADATA
         num_bytes = _sum_file_sizes(item)
         try:
-            found = json.loads(ByteFile(file).read_all())
+            found = json.loads(ByteFile(file).read_whole())
             leaves = [
                 (tuple(str(key["key"]) for key in leaf["key_metadata"]), leaf["value_metadata"])
                 for leaf in found["tree_metadata"].values()
@@ -98,7 +98,7 @@ class OrbaxCheckpoint(Source):
             shape = tuple(map(int, store.shape))
             self.variables[path] = SavedVariable(path, shape, store.dtype.numpy_dtype.name)
             self._stores[path] = store
-        check_limits(str(item), self.variables.values(), num_bytes * _MAX_COMPRESSION)
+        check_variable_limits(str(item), self.variables.values(), num_bytes * _MAX_COMPRESSION)
 
     def _open_array(self, item: Path, path: str, name: str, metadata: Mapping[str, Any]) -> Any:
         base: dict[str, Any] = {"driver": "file", "path": f"{item}/"}
@@ -113,7 +113,7 @@ class OrbaxCheckpoint(Source):
         try:
             return tensorstore.open(spec, open=True, read=True).result()
         except (ValueError, OSError, RuntimeError) as error:
-            raise _make_read_error(str(item), path, error) from error
+            raise _make_array_read_error(str(item), path, error) from error
 
     def __repr__(self) -> str:
         return f"<Orbax {self.where}: {len(self.variables)} arrays, no checksums>"
@@ -131,7 +131,7 @@ def _sum_file_sizes(item: Path) -> int:
             try:
                 found = os.stat(path)
             except OSError as error:
-                raise _make_read_error(str(item), path, error) from error
+                raise _make_array_read_error(str(item), path, error) from error
             check_regular_file(path, found)
             if os.path.basename(path) in _METADATA_FILES:
                 check_size_limit(path, found.st_size)
@@ -149,7 +149,7 @@ def is_orbax_folder(folder: Path) -> bool:
 
 
 def _get_step_folders(folder: Path) -> dict[int, Path]:
-    """Return the folder of each step by number. The name of a folder may have a prefix and zeros before the number."""
+    """Return a dict from step number to folder. Before the number, the folder's name may have a prefix and zeros."""
     found = {
         each: each.name.rpartition("_")[2] for each in folder.iterdir() if (each / _STEP_METADATA).is_file()
     }
@@ -176,7 +176,7 @@ def _list_item_folders(folder: Path) -> list[Path]:
     return sorted(each.parent for each in folder.glob(f"*/{METADATA}"))
 
 
-def _make_read_error(where: str, path: str, error: Exception) -> CheckpointError:
+def _make_array_read_error(where: str, path: str, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{path}: its values cannot be read",
         facts={"checkpoint": where},

@@ -38,10 +38,10 @@ class ByteFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         try:
-            # O_NONBLOCK, because opening a named pipe would block otherwise
+            # without O_NONBLOCK, opening a named pipe would wait for a writer
             self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
-            raise _make_read_error(self.path, error) from error
+            raise _make_file_read_error(self.path, error) from error
         weakref.finalize(self, os.close, self._file)
         file_stat = os.fstat(self._file)
         check_regular_file(self.path, file_stat)
@@ -59,7 +59,7 @@ class ByteFile:
             try:
                 count = os.preadv(self._file, [buffer[done:]], start + done)
             except OSError as error:
-                raise _make_read_error(self.path, error) from error
+                raise _make_file_read_error(self.path, error) from error
             if not count:
                 raise CheckpointError(
                     f"{self.path}: the file is truncated",
@@ -73,7 +73,7 @@ class ByteFile:
             done += count
         self.bytes_read += done
 
-    def read_all(self, max_bytes: int = MOST_SMALL_BYTES) -> bytes:
+    def read_whole(self, max_bytes: int = MOST_SMALL_BYTES) -> bytes:
         """Return all bytes of a small file.
 
         Raises:
@@ -110,7 +110,7 @@ class ByteFile:
         row = (shape[axis] if shape else 1) * inner
         strides = [math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(axis)]
         if axis and (end - begin) * inner < _SHORT_BYTES:
-            self._read_slabs(result, start, parts, strides, (begin * inner, end * inner, row))
+            self._read_rows_with_gaps(result, start, parts, strides, (begin * inner, end * inner, row))
             return result
         runs = result.reshape(-1).view(np.uint8).reshape(-1, (end - begin) * inner)
         outer = itertools.product(*(range(*part) for part in parts[:axis]))
@@ -119,7 +119,7 @@ class ByteFile:
             self.read_into(start + offset + begin * inner, run.data)
         return result
 
-    def _read_slabs(
+    def _read_rows_with_gaps(
         self,
         result: NumpyArray,
         start: int,
@@ -144,7 +144,7 @@ class ByteFile:
                 filled[top - first : top - first + count] = slab.reshape(count, row)[:, : end - begin]
 
 
-def _make_read_error(path: str, error: OSError) -> CheckpointError:
+def _make_file_read_error(path: str, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{path}: the file cannot be read",
         why=f"the system says: {error.strerror or error}",

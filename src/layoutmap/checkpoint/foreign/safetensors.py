@@ -57,7 +57,7 @@ class Safetensors(Source):
         self.metadata: dict[str, str] = {}
         self._files: list[ByteFile] = []
         self._tensors: dict[str, _StoredTensor] = {}
-        names, index = _find_files_and_index(Path(self.where))
+        names, index = _find_files_and_read_index(Path(self.where))
         for name in names:
             self._add_file(ByteFile(name))
         self.variables = {name: tensor.variable for name, tensor in self._tensors.items()}
@@ -80,15 +80,15 @@ class Safetensors(Source):
         """Bytes that have been read so far, headers included."""
         return sum(file.bytes_read for file in self._files)
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
         tensor, dtype = self._tensors[variable.path], get_numpy_dtype(variable.dtype, variable.path)
-        return tensor.file.read_block(tensor.start, dtype, variable.shape, wanted)
+        return tensor.file.read_block(tensor.start, dtype, variable.shape, index)
 
-    def _verify_block(self, variable: SavedVariable, wanted: Index) -> None:
+    def _verify_block(self, variable: SavedVariable, index: Index) -> None:
         tensor = self._tensors[variable.path]
         size = os.stat(tensor.file.path).st_size
         if size != tensor.file.num_bytes:
-            raise _make_error(
+            raise _make_file_error(
                 tensor.file,
                 "the size of the file has changed",
                 f"it had {tensor.file.num_bytes} bytes, now {size}",
@@ -106,16 +106,16 @@ class Safetensors(Source):
                 after = f" after {last_name!r}" if last_name else ""
                 what = f"overlaps {last_name!r}" if begin < last else f"leaves a gap{after}"
                 why = f"its values begin at byte {begin}, and the previous values end at byte {last}"
-                raise _make_error(file, f"tensor {name!r} {what}", why)
+                raise _make_file_error(file, f"tensor {name!r} {what}", why)
             if name in self._tensors:
                 other = self._tensors[name].file.path
-                raise _make_error(
+                raise _make_file_error(
                     file, f"tensor {name!r} appears twice", f"{other} has a tensor of that name, too"
                 )
             last, last_name = end, name
             self._tensors[name] = _StoredTensor(file, start + begin, variable)
         if start + last != file.num_bytes:
-            raise _make_error(
+            raise _make_file_error(
                 file,
                 "the file is truncated"
                 if start + last > file.num_bytes
@@ -127,7 +127,7 @@ class Safetensors(Source):
         return f"<Safetensors {self.where}: {len(self._tensors)} tensors in {len(self._files)} files, no checksums>"
 
 
-def _find_files_and_index(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+def _find_files_and_read_index(path: Path) -> tuple[list[Path], dict[str, str] | None]:
     """Return a pair: the files to read, and the index's mapping of tensors to files, or `None` if there is no index."""
     if path.is_dir():
         indexes = sorted(path.glob("*" + INDEX))
@@ -147,19 +147,19 @@ def _find_files_and_index(path: Path) -> tuple[list[Path], dict[str, str] | None
     if not path.name.endswith(INDEX):
         return [path], None
     file = ByteFile(path)
-    found = _parse_json_object(file, file.read_all(), "the index")
+    found = _parse_json_object(file, file.read_whole(), "the index")
     names = found.get("weight_map")
     if not isinstance(names, dict) or not all(
         isinstance(name, str) for name in cast("dict[str, Any]", names).values()
     ):
-        raise _make_error(
+        raise _make_file_error(
             file, "the index has no weight_map", "weight_map maps each tensor's name to its file's name"
         )
     index = cast("dict[str, str]", names)
     files = [path.parent / name for name in dict.fromkeys(index.values())]
     for each in files:
         if each.name not in index.values() or each.parent != path.parent:
-            raise _make_error(
+            raise _make_file_error(
                 file,
                 f"the index names the file {str(each)!r} outside its folder",
                 "an index is beside its files",
@@ -176,10 +176,10 @@ def _find_files_and_index(path: Path) -> tuple[list[Path], dict[str, str] | None
 
 
 def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
-    """Return a pair: the offset of the values in a file, and the entries of the file's header by name."""
+    """Return a pair: the offset of the values in a file, and a dict from name to entry of the file's header."""
     length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
-        raise _make_error(
+        raise _make_file_error(
             file,
             "this is not a safetensors file, or it is truncated",
             f"by its first 8 bytes the header has {length} bytes, but the file has {file.num_bytes}"
@@ -190,13 +190,13 @@ def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
 
 
 def _parse_json_object(file: ByteFile, data: bytes, subject: str) -> dict[str, object]:
-    """Return the JSON object in some bytes of a file. Raise for other data, and for names that appear twice."""
+    """Return the JSON object in bytes of a file. Raise for other data, and for names that appear twice."""
 
     def make_dict_without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise _make_error(file, f"{subject} has {name!r} twice", "a duplicate name is ambiguous")
+                raise _make_file_error(file, f"{subject} has {name!r} twice", "a duplicate name is ambiguous")
             found[name] = value
         return found
 
@@ -205,9 +205,9 @@ def _parse_json_object(file: ByteFile, data: bytes, subject: str) -> dict[str, o
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise _make_error(file, f"{subject} is not JSON", str(error)) from error
+        raise _make_file_error(file, f"{subject} is not JSON", str(error)) from error
     if not isinstance(found, dict):
-        raise _make_error(file, f"{subject} is not a JSON object", f"it is {shorten_repr(found)}")
+        raise _make_file_error(file, f"{subject} is not a JSON object", f"it is {shorten_repr(found)}")
     return cast("dict[str, Any]", found)
 
 
@@ -221,19 +221,21 @@ def _parse_tensor_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int
         shape, begin, end, code, sound = tuple[int, ...](), 0, 0, "", False
     if not sound:
         why = "it needs a dtype, and a shape and two data_offsets of whole numbers from 0 on"
-        raise _make_error(file, f"tensor {name!r}: its entry is invalid", why, entry=shorten_repr(entry))
+        raise _make_file_error(file, f"tensor {name!r}: its entry is invalid", why, entry=shorten_repr(entry))
     if code not in _DTYPE_NAMES:
         known = f"the known types are {', '.join(_DTYPE_NAMES)}"
-        raise _make_error(
+        raise _make_file_error(
             file, f"tensor {name!r} has the unknown dtype {code!r}", known, fix="convert it to a known type"
         )
     dtype = _DTYPE_NAMES[code]
     needed = math.prod(shape) * get_numpy_dtype(dtype, name).itemsize
     if end - begin != needed:
         why = f"{code} of shape {shape} needs {needed} bytes, and its data_offsets have {end - begin}"
-        raise _make_error(file, f"tensor {name!r}: its byte count contradicts its shape", why)
+        raise _make_file_error(file, f"tensor {name!r}: its byte count contradicts its shape", why)
     return begin, end, SavedVariable(name, shape, dtype)
 
 
-def _make_error(file: ByteFile, what: str, why: str, *, fix: str = _FIX, **facts: object) -> CheckpointError:
+def _make_file_error(
+    file: ByteFile, what: str, why: str, *, fix: str = _FIX, **facts: object
+) -> CheckpointError:
     return CheckpointError(f"{file.path}: {what}", facts=facts, why=why, fix=fix)

@@ -68,7 +68,7 @@ def write_variables(
 def _group_variables_by_file(
     variables: Sequence[SavedVariable], max_bytes: int
 ) -> Iterator[list[SavedVariable]]:
-    """Yield the list of variables for each file, with the largest elements first, so that all values are aligned."""
+    """Yield the variables of each file, those with larger elements first, so that all values are aligned."""
     found: list[SavedVariable] = []
     size = 0
     for variable in variables:
@@ -91,7 +91,7 @@ def _sort_by_alignment(variables: list[SavedVariable]) -> list[SavedVariable]:
 
 
 def _iterate_row_blocks(variable: SavedVariable) -> Iterator[Index]:
-    """Yield the indices of blocks of a variable. A block is a range of the first axis, so it is contiguous."""
+    """Yield the index of each block to write. A block is a range of the first axis, so it is contiguous."""
     everything = make_full_index(variable.shape)
     if not variable.shape:
         yield everything

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
-from layoutmap.checkpoint.foreign.archives import FileWindow, map_stored_files
-from layoutmap.checkpoint.foreign.dcp import is_dense, read_tensor_block
+from layoutmap.checkpoint.foreign.archives import FileWindow, find_files_in_archive
+from layoutmap.checkpoint.foreign.dcp import has_contiguous_values, read_tensor_block
 from layoutmap.checkpoint.foreign.dcp_pickle import (
-    TensorRecord,
+    PickledTensor,
     TensorUnpickler,
-    make_torch_error,
-    read_pickle,
+    make_torch_file_error,
+    unpickle_without_code,
 )
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.source import SavedVariable, Source
@@ -52,32 +52,38 @@ class TorchFile(Source):
     def __init__(self, path: str | os.PathLike[str], part: str | None = None):
         super().__init__(os.fspath(path), {})
         self._file = ByteFile(path)
-        self._tensors: dict[str, tuple[TensorRecord, FileWindow]] = {}
+        self._tensors: dict[str, tuple[PickledTensor, FileWindow]] = {}
         whole = FileWindow(self._file, 0, self._file.num_bytes)
         files = {
-            name.partition("/")[2]: file for name, file in map_stored_files(whole, self.where, _FIX).items()
+            name.partition("/")[2]: file
+            for name, file in find_files_in_archive(whole, self.where, _FIX).items()
         }
         head = files.get("data.pkl")
         if head is None or head.num_bytes > _MOST_PICKLE_BYTES:
-            raise self._make_error(
+            raise self._make_torch_file_error(
                 "its pickle is missing or too large", f"data.pkl is expected among {join_names([*files])}"
             )
         order = files.get("byteorder")
         if order is not None and order.read(9) != b"little":
-            raise self._make_error(
-                "its values are not little-endian", "they were saved on a big-endian machine"
+            raise make_torch_file_error(
+                self.where,
+                "its values are not little-endian",
+                "they were saved on a big-endian machine",
+                fix="save the file again with torch on a little-endian machine",
             )
-        found = read_pickle(self.where, head.read(head.num_bytes) or b"", TensorUnpickler)
-        known: dict[TensorRecord, str] = {}
+        found = unpickle_without_code(self.where, head.read(head.num_bytes) or b"", TensorUnpickler)
+        known: dict[PickledTensor, str] = {}
         aliases: dict[str, list[str]] = {}
         for name, tensor in _iterate_tensors(self.where, found, head.num_bytes):
             if part is not None and name != part and not name.startswith(f"{part}."):
                 continue
             name = name.removeprefix(f"{part}.")
             if name in self._tensors or name in aliases:
-                raise self._make_error(
+                raise make_torch_file_error(
+                    self.where,
                     f"{name}: two tensors have this path",
                     "a key with dots equals the joined keys of nested mappings",
+                    fix="rename one of the keys, and save the file again",
                 )
             first = known.setdefault(tensor, name)
             aliases.setdefault(first, []).append(name)
@@ -88,28 +94,31 @@ class TorchFile(Source):
             for name, (each, _) in self._tensors.items()
         }
         if not self.variables:
-            raise self._make_error(
-                f"it has no tensors{' in ' * bool(part)}{part or ''}", "only tensors can be read"
+            raise make_torch_file_error(
+                self.where,
+                f"it has no tensors{' in ' * bool(part)}{part or ''}",
+                "only tensors can be read",
+                fix="name an entry that has tensors" if part else "save tensors, such as model.state_dict()",
             )
         if (total := sum(map(_count_tensor_bytes, self._tensors.values()))) > self._file.num_bytes:
-            raise make_torch_error(
+            raise make_torch_file_error(
                 self.where,
                 f"its tensors have {total} bytes, more than the file",
                 f"the file has {self._file.num_bytes}, so several tensors are views of the same bytes",
                 fix="save tensor.clone() in place of each tensor",
             )
 
-    def _read_block(self, variable: SavedVariable, wanted: Index) -> NumpyArray:
+    def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
         tensor, data = self._tensors[variable.path]
         return read_tensor_block(
-            self._file, data.start, tensor, get_numpy_dtype(variable.dtype, variable.path), wanted
+            self._file, data.start, tensor, get_numpy_dtype(variable.dtype, variable.path), index
         )
 
-    def _find_storage(self, name: str, tensor: TensorRecord, files: Mapping[str, FileWindow]) -> FileWindow:
+    def _find_storage(self, name: str, tensor: PickledTensor, files: Mapping[str, FileWindow]) -> FileWindow:
         """Return the bytes of a tensor's storage. Raise if values are missing or not contiguous."""
         data = files.get(f"data/{tensor.storage[2]}")
-        if data is None or not tensor.dtype or not is_dense(tensor):
-            raise make_torch_error(
+        if data is None or not tensor.dtype or not has_contiguous_values(tensor):
+            raise make_torch_file_error(
                 self.where,
                 f"{name}: its values are missing or not contiguous",
                 f"its storage is {tensor.storage[2]}, and its strides are {tensor.strides}",
@@ -117,25 +126,25 @@ class TorchFile(Source):
             )
         end = (tensor.start + math.prod(tensor.shape)) * get_numpy_dtype(tensor.dtype, name).itemsize
         if end > data.num_bytes:
-            raise self._make_error(
+            raise self._make_torch_file_error(
                 f"{name}: its values are missing",
                 f"it needs {end} bytes, but its storage has {data.num_bytes}",
             )
         return data
 
-    def _make_error(self, what: str, why: str) -> CheckpointError:
-        return make_torch_error(self.where, what, why)
+    def _make_torch_file_error(self, what: str, why: str) -> CheckpointError:
+        return make_torch_file_error(self.where, what, why)
 
     def __repr__(self) -> str:
         return f"<TorchFile {self.where}: {len(self.variables)} tensors, no checksums>"
 
 
-def _count_tensor_bytes(stored: tuple[TensorRecord, FileWindow]) -> int:
+def _count_tensor_bytes(stored: tuple[PickledTensor, FileWindow]) -> int:
     tensor, _ = stored
     return math.prod(tensor.shape) * get_numpy_dtype(tensor.dtype or "").itemsize
 
 
-def _iterate_tensors(where: str, root: object, max_entries: int) -> Iterator[tuple[str, TensorRecord]]:
+def _iterate_tensors(where: str, root: object, max_entries: int) -> Iterator[tuple[str, PickledTensor]]:
     """Yield the path and record of each tensor in nested mappings and lists of at most `max_entries` entries."""
     pending: list[tuple[tuple[str, ...], object]] = [((), root)]
     count = 0
@@ -143,12 +152,14 @@ def _iterate_tensors(where: str, root: object, max_entries: int) -> Iterator[tup
         path, value = pending.pop()
         count += 1
         if count > max_entries or len(path) > _MOST_DEPTH or sum(map(len, path)) > _MOST_NAME:
-            raise make_torch_error(
+            raise make_torch_file_error(
                 where,
-                "its mappings contain each other, or have too many entries",
-                "they expand to more entries than the pickle has bytes, or to names that are too long",
+                "its nested mappings and lists have too many entries, too many levels, or too long keys",
+                f"at most {max_entries} entries, {_MOST_DEPTH} levels, and {_MOST_NAME} characters of joined keys are "
+                "allowed, and mappings that contain each other have no end",
+                fix="save only the tensors, as in torch.save(model.state_dict(), file)",
             )
-        if isinstance(value, TensorRecord):
+        if isinstance(value, PickledTensor):
             yield ".".join(path) or "tensor", value
         elif isinstance(value, Mapping):
             parts = cast("Mapping[Any, Any]", value).items()

@@ -36,27 +36,27 @@ _XLA, _KERNEL = "_dot_product_attention_xla", "cudnn_dot_product_attention"
 
 @dataclass
 # A fused kernel needs less memory, so count a call as fused only if the model or the user says so (decisions/0165).
-class AttentionCalls:
+class AttentionCallCounts:
     """Numbers of the attention calls in a step, by kind, counted while it is traced."""
 
-    fuses: bool  # whether each call counts as fused, even if the model calls no fused kernel
+    fuses_all_calls: bool  # whether each call counts as fused, even if the model calls no fused kernel
     num_scored: int = 0  # number of calls that store the attention scores
     num_fused: int = 0  # number of fused calls, which do not store them
 
     @property
     def notes(self) -> list[str]:
         """Notes on how attention was counted, in sentences."""
-        fused = f"{FUSED_ATTENTION}{', whatever the model calls (fuse_attention)' * self.fuses}"
+        fused = f"{FUSED_ATTENTION}{', whatever the model calls (fuse_attention)' * self.fuses_all_calls}"
         return [fused] * bool(self.num_fused) + [SCORED_ATTENTION] * bool(self.num_scored)
 
 
-_calls: ContextVar[AttentionCalls | None] = ContextVar("layoutmap_traces_attention", default=None)
+_calls: ContextVar[AttentionCallCounts | None] = ContextVar("layoutmap_traces_attention", default=None)
 
 
 @contextmanager
-def mark_attention_calls(fuses: bool) -> Generator[AttentionCalls]:
+def mark_attention_calls(fuses_all_calls: bool) -> Generator[AttentionCallCounts]:
     """Put this thread's attention calls into a named scope until the block ends, and yield their counts."""
-    calls = AttentionCalls(fuses)
+    calls = AttentionCallCounts(fuses_all_calls)
     token = _calls.set(calls)
     try:
         with _PATCHES.activate():
@@ -66,24 +66,24 @@ def mark_attention_calls(fuses: bool) -> Generator[AttentionCalls]:
 
 
 def _wrap_xla_attention(original: Callable[..., object]) -> Callable[..., object]:
-    def call_attention(
+    def call_or_fuse_attention(
         query: Array, key: Array, value: Array, bias: _Bias, mask: _Bias, *more: object, **options: Any
     ) -> object:
         calls = _calls.get()
-        if calls is None or not calls.fuses:
+        if calls is None or not calls.fuses_all_calls:
             if calls is not None:
                 calls.num_scored += 1
             return original(query, key, value, bias, mask, *more, **options)
         calls.num_fused += 1
-        return _mark_fused_attention(
+        return _compute_fused_attention(
             lambda *given: original(*given, None, *more, **options), query, key, value, bias, mask
         )
 
-    return call_attention
+    return call_or_fuse_attention
 
 
 def _wrap_fused_kernel(original: Callable[..., object]) -> Callable[..., object]:
-    def call_attention(
+    def call_or_replace_kernel(
         query: Array, key: Array, value: Array, bias: _Bias, mask: _Bias, *more: object, **options: Any
     ) -> object:
         calls = _calls.get()
@@ -91,7 +91,7 @@ def _wrap_fused_kernel(original: Callable[..., object]) -> Callable[..., object]
             return original(query, key, value, bias, mask, *more, **options)
         calls.num_fused += 1
         scale, residual = options["scale"], options.get("return_residual", False)
-        return _mark_fused_attention(
+        return _compute_fused_attention(
             # Pass no causal mask and no sequence lengths to the kernel, because the cost does not depend on them.
             lambda *given: _ORIGINAL_ATTENTION(*given, None, False, scale, None, None, None, residual),
             query,
@@ -101,18 +101,18 @@ def _wrap_fused_kernel(original: Callable[..., object]) -> Callable[..., object]
             mask,
         )
 
-    return call_attention
+    return call_or_replace_kernel
 
 
-def _mark_fused_attention(
-    function: Callable[..., object], query: Array, key: Array, value: Array, bias: _Bias, mask: _Bias
+def _compute_fused_attention(
+    compute_attention: Callable[..., object], query: Array, key: Array, value: Array, bias: _Bias, mask: _Bias
 ) -> object:
     """Return the result of attention, computed in the scope of fused operations and recomputed in the backward pass."""
     if mask is not None:
         bias = jnp.where(mask, 0 if bias is None else bias, -jnp.inf).astype(query.dtype)
     with jax.named_scope(FUSED_SCOPE):
         # `jax.checkpoint` adds a barrier, so that XLA does not replace the recomputation by values of the forward pass.
-        return jax.checkpoint(function)(query, key, value, bias)
+        return jax.checkpoint(compute_attention)(query, key, value, bias)
 
 
 _HAS_FUNCTIONS = hasattr(_functions, _XLA) and hasattr(_functions, _KERNEL)

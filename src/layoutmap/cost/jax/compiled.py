@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from layoutmap.core.errors import EngineError
-from layoutmap.cost.jax.compiler import make_environment
+from layoutmap.cost.jax.compiler import make_compiler_environment
 from layoutmap.cost.jax.compiler_process import NO_DEVICES, CompilerProcess
-from layoutmap.cost.jax.hlo import CompiledCollective, parse_collectives
+from layoutmap.cost.jax.hlo import CompiledCollective, count_compiled_collectives
 from layoutmap.cost.jax.partitioner import ENVIRONMENT
 from layoutmap.cost.jax.targets import Target, find_target
-from layoutmap.cost.verified import TooLargeError
+from layoutmap.cost.verified import StepTooLargeError
 
 _MOST_SIGNS = 500  # number of characters of XLA's message to show
 
@@ -32,11 +32,11 @@ class CompiledStep:
     @property
     def collectives(self) -> Mapping[CompiledCollective, int]:
         """Number of calls of each collective in the compiled module."""
-        return parse_collectives(self.text)
+        return count_compiled_collectives(self.text)
 
     @property
     def sent_by_kind(self) -> dict[str, int]:
-        """Bytes that each device sends in a step with ring algorithms, by kind of collective."""
+        """Dict from kinds of collectives to the bytes that each device sends in a step with ring algorithms."""
         found: dict[str, int] = {}
         for each, number in self.collectives.items():
             found[each.kind] = found.get(each.kind, 0) + each.sent_bytes * number
@@ -51,7 +51,7 @@ def compile_modules(
     answers = _run_compiler_processes(
         f"{__package__}.compiler",
         [(module, (target, str(num_devices))) for module in modules],
-        make_environment(chosen, num_devices),
+        make_compiler_environment(chosen, num_devices),
         (target, chosen),
         on_wait,
     )
@@ -75,23 +75,23 @@ def partition_modules(
 
 
 def _run_compiler_processes(
-    name: str,
+    python_module: str,
     requests: Sequence[tuple[bytes, tuple[str, ...]]],
     environment: Mapping[str, str],
-    target: tuple[str, Target],
+    named_target: tuple[str, Target],
     on_wait: Callable[[], object],
 ) -> list[str]:
-    """Run `main` of the Python module `name` in one process per request, all at once, and return their answers."""
+    """Run `main` of a Python module in one process per request, all at once, and return their answers."""
     with ExitStack() as stack:
         running = [
-            stack.enter_context(closing(CompilerProcess(name, arguments, module, environment)))
+            stack.enter_context(closing(CompilerProcess(python_module, arguments, module, environment)))
             for module, arguments in requests
         ]
         found: list[str] = []
         for each in running:
             status, answer, said = each.wait_for_result(on_wait)
             if status or not answer:
-                raise _make_compile_error(*target, status, said)
+                raise _make_compile_error(*named_target, status, said)
             found.append(answer)
         return found
 
@@ -99,39 +99,39 @@ def _run_compiler_processes(
 _ERROR = re.compile(r"^[\w.]+(?:Error|Exception): (.*)$", re.MULTILINE)
 
 
-def _make_compile_error(name: str, target: Target, code: int, text: str) -> EngineError:
-    errors = _ERROR.findall(text) or text.splitlines() or ["nothing"]
+def _make_compile_error(target_name: str, target: Target, exit_status: int, stderr_text: str) -> EngineError:
+    errors = _ERROR.findall(stderr_text) or stderr_text.splitlines() or ["nothing"]
     installed = {package: _get_package_version(package) for package in ("jaxlib", *target.packages)}
     facts = {
         "XLA said": errors[-1].strip()[:_MOST_SIGNS],
         "versions": ", ".join(f"{package} {found}" for package, found in installed.items()),
     }
     if "RESOURCE_EXHAUSTED" in facts["XLA said"]:
-        return TooLargeError(
-            f"the step does not fit the memory of {name!r}, so XLA cannot compile it",
+        return StepTooLargeError(
+            f"the step does not fit the memory of {target_name!r}, so XLA cannot compile it",
             facts=facts,
             why="XLA for TPUs allocates all arrays while it compiles",
             fix="shard more, use a smaller batch, or recompute activations; leave verify out for an estimate",
             peak_bytes=_parse_needed_bytes(facts["XLA said"]),
         )
-    if -code in (signal.SIGKILL, signal.SIGTERM):
+    if -exit_status in (signal.SIGKILL, signal.SIGTERM):
         return EngineError(
-            f"XLA's compiler for {name!r} was ended by {signal.Signals(-code).name}",
+            f"XLA's compiler for {target_name!r} was ended by {signal.Signals(-exit_status).name}",
             facts=facts,
             why="another program on this machine ended it; the system does so when it runs out of memory",
             fix="free memory on this machine, or compile a model with fewer layers",
         )
-    if code < 0 or code == NO_DEVICES:
+    if exit_status < 0 or exit_status == NO_DEVICES:
         return EngineError(
-            f"XLA's compiler for {name!r} does not work",
-            facts={"signal": signal.Signals(-code).name, **facts} if code < 0 else facts,
+            f"XLA's compiler for {target_name!r} does not work",
+            facts={"signal": signal.Signals(-exit_status).name, **facts} if exit_status < 0 else facts,
             why="the compiler crashed"
-            if code < 0
+            if exit_status < 0
             else "JAX's plugin is incomplete or does not match this jaxlib",
             fix=f'pip install --upgrade --force-reinstall "layoutmap[{target.extra or "jax"}]"',
         )
     return EngineError(
-        f"XLA did not compile the step for {name!r}",
+        f"XLA did not compile the step for {target_name!r}",
         facts=facts,
         why="XLA refused the module of the step",
         fix='try target="cpu", and report this to layoutmap with the model',

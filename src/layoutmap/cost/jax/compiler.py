@@ -15,11 +15,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from layoutmap.cost.jax.compiler_process import MODULE, NoDevicesError, answer_and_exit, answer_from_dump_file
+from layoutmap.cost.jax.compiler_process import (
+    MODULE,
+    TargetDevicesError,
+    answer_from_dump_file,
+    answer_parent_and_exit,
+)
 from layoutmap.cost.jax.targets import TARGETS, Target
 
 
-def make_environment(target: Target, num_devices: int) -> dict[str, str]:
+def make_compiler_environment(target: Target, num_devices: int) -> dict[str, str]:
     """Return the environment variables that the compiling process needs in addition to those of this process."""
     # Let JAX start only CPU devices, so that other programs can use the accelerators of this machine.
     needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
@@ -36,7 +41,7 @@ def make_environment(target: Target, num_devices: int) -> dict[str, str]:
     return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
-def _describe_devices(target: Target, num_devices: int) -> list[object]:
+def _list_target_devices(target: Target, num_devices: int) -> list[object]:
     import jax
     from jax.experimental import topologies
 
@@ -47,7 +52,7 @@ def _describe_devices(target: Target, num_devices: int) -> list[object]:
         topology = f"1x{num_devices // chips_per_host}x{chips_per_host}"
         options = {"platform": "cuda", "topology": topology, "target_config": target.config}
         return topologies.get_topology_desc(topology_name="", **options).devices
-    sides = target.choose_sides(num_devices)
+    sides = target.choose_tpu_slice_sides(num_devices)
     # A host has 2 x 2 chips, which do not divide an odd side, so use hosts with one chip along an odd side.
     hosts = [2 - each % 2 for each in sides[:2]]
     return topologies.get_topology_desc(
@@ -61,7 +66,7 @@ _LAST = "_gpu_after_optimizations-memory-usage-report.txt"
 """End of the name of the file that XLA for GPUs writes last before code generation."""
 
 
-def _read_dumped_module(file: Path) -> str:
+def _read_dumped_module_as_json(file: Path) -> str:
     """Return the module and its buffer sizes as JSON, from the files that XLA wrote before code generation."""
     name = file.name.removesuffix("-memory-usage-report.txt")
     sizes = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"), 0)
@@ -100,13 +105,13 @@ def _compile_module(devices: list[Any], module: bytes) -> dict[str, Any]:
     }
 
 
-# Only what XLA computes before code generation is needed, so the process exits once it is written (decisions/0156).
-def main(name: str, num_devices: str) -> None:
+# Only XLA's results before code generation are needed, so the process ends once they are written (decisions/0156).
+def main(target_name: str, num_devices: str) -> None:
     """Compile the module in the current folder, write the result to stdout, and end this process."""
-    with answer_and_exit() as answer:
+    with answer_parent_and_exit() as answer:
         try:
-            devices = _describe_devices(TARGETS[name], int(num_devices))[: int(num_devices)]
+            devices = _list_target_devices(TARGETS[target_name], int(num_devices))[: int(num_devices)]
         except Exception as error:
-            raise NoDevicesError from error
-        answer_from_dump_file(answer, _LAST, _read_dumped_module)
+            raise TargetDevicesError from error
+        answer_from_dump_file(answer, _LAST, _read_dumped_module_as_json)
         answer(json.dumps(_compile_module(devices, Path(MODULE).read_bytes())))

@@ -74,15 +74,15 @@ class CompilerProcess:
 
 
 @contextmanager
-def answer_and_exit() -> Generator[Callable[[str], object]]:
-    """Yield a function that sends an answer to the parent. This process ends with the block, or with its parent."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+def answer_parent_and_exit() -> Generator[Callable[[str], object]]:
+    """Yield a function that sends an answer to the parent. This process ends when the block or the parent ends."""
+    threading.Thread(target=_exit_when_parent_ends, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # plugins print to stdout, which is for the answer, so send their output to stderr
         once = threading.Lock()
 
         def send_answer(text: str) -> None:
-            once.acquire()  # only the first caller sends an answer; a second one waits here until the process ends
+            once.acquire()  # only the first caller may send an answer; another thread waits here until the process ends
             answer.write(text)
             answer.flush()
 
@@ -90,7 +90,7 @@ def answer_and_exit() -> Generator[Callable[[str], object]]:
         try:
             yield send_answer
             status = 0
-        except NoDevicesError as error:
+        except TargetDevicesError as error:
             status = NO_DEVICES
             traceback.print_exception(error.__cause__)
         except Exception:
@@ -100,29 +100,29 @@ def answer_and_exit() -> Generator[Callable[[str], object]]:
 
 
 def answer_from_dump_file(
-    answer: Callable[[str], object],
-    name: str,
-    read: Callable[[Path], str],
-    # XLA cannot stop after a pass, so this ends the process once XLA has written the file (decisions/0156).
+    send_answer: Callable[[str], object],
+    name_part: str,
+    read_dump: Callable[[Path], str],
+    # XLA cannot stop after a pass, so a thread ends the process once XLA has written the file (decisions/0156).
 ) -> None:
-    """Start a thread that answers with the text that `read` returns for XLA's file, and then ends the process."""
+    """Start a thread that waits for XLA's file, answers with the result of `read_dump`, and ends the process."""
 
     def wait_for_dump() -> None:
         while True:
             for file in Path().iterdir():
-                if name in file.name and (text := read(file)):
-                    answer(text)
+                if name_part in file.name and (text := read_dump(file)):
+                    send_answer(text)
                     os._exit(0)
             time.sleep(_BETWEEN_PRINTS)
 
     threading.Thread(target=wait_for_dump, daemon=True).start()
 
 
-class NoDevicesError(Exception):
-    """Raised when the devices to compile for cannot be described."""
+class TargetDevicesError(Exception):
+    """Raised when JAX cannot describe the devices that a step is compiled for."""
 
 
-def _exit_with_parent() -> None:
+def _exit_when_parent_ends() -> None:
     """Wait until stdin closes, which means that the parent process has ended, and then end this process."""
     while os.read(0, 1):
         pass

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from layoutmap.core.paths import replace_numbers
+from layoutmap.core.paths import replace_numbers_with_stars
 from layoutmap.cost.jax.graph import Block, Op, Value, get_derived_results, get_source_operand
-from layoutmap.cost.jax.memory import COLLECTIVE_NAMES, compute_both_memories, is_remat_barrier
+from layoutmap.cost.jax.memory import COLLECTIVE_NAMES, compute_memory_per_order, is_remat_barrier
 from layoutmap.cost.jax.rewrites import MOVES
 from layoutmap.cost.table import Collective, PeakTensorKind, Phase
 
@@ -24,7 +24,7 @@ class StepCounts:
     traffic: int = 0
     # peak bytes without the arguments, by order, layer, and phase; order 0 computes weight gradients last, and 1 first
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    # bytes at each peak, by the key of the peak and a description of tensors; empty unless requested
+    # bytes at each peak; a key is the key of the peak and a description of tensors; empty unless requested
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
     compiled_bytes: int = 0  # peak of the step that XLA has compiled, without the arguments; 0: unknown
     recomputes: bool = False  # whether activations are recomputed outside of loops
@@ -49,15 +49,15 @@ def _add_scaled_values(first: Mapping[Any, int], second: Mapping[Any, int], time
     return {key: first.get(key, 0) + second.get(key, 0) * times for key in {**first, **second}}
 
 
-def count_step(
-    block: Block, names: Sequence[str], donated: Mapping[int, int], *, with_peak_tensors: bool = False
+def compute_step_counts(
+    block: Block, paths: Sequence[str], donated: Mapping[int, int], *, with_peak_tensors: bool = False
 ) -> StepCounts:
     """Count the collectives, operations, and memory of a partitioned step.
 
-    `names` has the arguments' paths. `donated` maps a result's index to that of the argument whose memory it reuses.
+    `paths` has the arguments' paths. `donated` maps a result's index to that of the argument whose memory it reuses.
     """
-    causes = CauseFinder(block, names, batches={*names[len(donated) :]})
-    memories = compute_both_memories(block, donated, causes.describe_value if with_peak_tensors else None)
+    causes = CauseFinder(block, paths, batches={*paths[len(donated) :]})
+    memories = compute_memory_per_order(block, donated, causes.describe_value if with_peak_tensors else None)
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
     held = {
         (n, *key, what): num_bytes
@@ -65,7 +65,7 @@ def count_step(
         for key, found in memory.held_bytes.items()
         for what, num_bytes in found.items()
     }
-    counts = _count_collectives(block, causes), count_flops(block), memories[0].traffic, peaks, held
+    counts = _count_collectives_by_cause(block, causes), count_flops(block), memories[0].traffic, peaks, held
     return StepCounts(*counts, recomputes=any(map(is_remat_barrier, block.ops)))
 
 
@@ -78,19 +78,19 @@ def count_flops(block: Block) -> Mapping[str, int]:
     return flops
 
 
-def count_collectives(block: Block, names: Sequence[str], num_weights: int) -> Mapping[Collective, int]:
-    """Return the number of calls of each collective in a step. See `CauseFinder`."""
-    return _count_collectives(block, CauseFinder(block, names, batches={*names[num_weights:]}))
+def count_collectives(block: Block, paths: Sequence[str], num_variables: int) -> Mapping[Collective, int]:
+    """Return the number of calls of each collective in a step. Collectives with different causes are separate."""
+    return _count_collectives_by_cause(block, CauseFinder(block, paths, batches={*paths[num_variables:]}))
 
 
-def _count_collectives(block: Block, causes: CauseFinder) -> Mapping[Collective, int]:
+def _count_collectives_by_cause(block: Block, finder: CauseFinder) -> Mapping[Collective, int]:
     found = Counter[Collective]()
     for op, times in iterate_ops_with_run_counts(block):
         if op.name in COLLECTIVE_NAMES and op.dims:
             kind: Any = op.name
             phase: Phase = "optimizer" if op.is_update else "backward" if op.is_backward else "forward"
             size = max(sum(value.num_bytes for value in values) for values in (op.operands, op.results))
-            found[Collective(kind, op.dims, 1, size, causes.find_cause(op), phase, op.group)] += times
+            found[Collective(kind, op.dims, 1, size, finder.find_cause(op), phase, op.group)] += times
     return found
 
 
@@ -141,29 +141,29 @@ class CauseFinder:
                     self._loop_results[id(body.ops[-1]), number] = result
 
     def find_cause(self, op: Op) -> str:
-        """Return the path of the weight that is gathered or has the reduced gradient, or else of the layer."""
+        """Return the path of the weight that a collective gathers or reduces a gradient of, or else of the layer."""
         if op.name in ("all_reduce", "reduce_scatter"):
             return self._find_updated_weight_path(op.results[0]) or op.layer_path
-        return self._find_argument_path(op.operands[0]) or op.layer_path
+        return self._find_copied_argument_path(op.operands[0]) or op.layer_path
 
     def describe_value(self, value: Value) -> tuple[PeakTensorKind, str, tuple[int, ...], str]:
         """Return a value's kind, the path of its weight or layer, its shape, and its element type."""
         if id(value) not in self._described:
-            self._described[id(value)] = (*self._classify_value(value), value.shape, value.dtype)
+            self._described[id(value)] = (*self._find_kind_and_path(value), value.shape, value.dtype)
         return self._described[id(value)]
 
-    def _classify_value(self, value: Value) -> tuple[PeakTensorKind, str]:
-        if name := self._find_argument_path(value):
-            return "batch" if name in self._batch else "gathered weights", replace_numbers(name)
+    def _find_kind_and_path(self, value: Value) -> tuple[PeakTensorKind, str]:
+        if name := self._find_copied_argument_path(value):
+            return "batch" if name in self._batch else "gathered weights", replace_numbers_with_stars(name)
         producer = value.producer
         if producer is None:
             return "activations", ""
         if producer.is_backward and (name := self._find_updated_weight_path(value)):
-            return "gradients", replace_numbers(name)
+            return "gradients", replace_numbers_with_stars(name)
         kind = "optimizer's update" if producer.is_update else "activations"
-        return kind, replace_numbers(producer.layer_path)
+        return kind, replace_numbers_with_stars(producer.layer_path)
 
-    def _find_argument_path(self, value: Value) -> str:
+    def _find_copied_argument_path(self, value: Value) -> str:
         """Return the path of the argument that a value copies, casts, slices, or gathers, or "" if there is none."""
         for _ in range(_MOST_OPS_PASSED):
             if id(value) in self._names:
@@ -177,7 +177,7 @@ class CauseFinder:
         return ""
 
     def _find_updated_weight_path(self, value: Value) -> str:
-        """Return the path of the weight that is updated with a gradient, or "" if no update uses the value."""
+        """Return the path of the weight that an update changes by the gradient `value`, or "" if there is none."""
         todo, seen = [value], {id(value)}
         for _ in range(_MOST_OPS_PASSED):
             if not todo:
@@ -193,7 +193,7 @@ class CauseFinder:
                         for number, each in enumerate(op.operands)
                         if each is value and (id(op), number) in self._loop_results
                     ]
-                elif self._is_update(op) and (name := self._find_combined_variable_path(op, value)):
+                elif self._is_update(op) and (name := self._find_variable_beside_gradient(op, value)):
                     return name
                 elif op.name in _PASSED_FORWARD or op.is_update or is_sum_of_one:
                     results = get_derived_results(op, value)
@@ -208,7 +208,7 @@ class CauseFinder:
     def _is_update(self, op: Op) -> bool:
         return op.is_update if self._is_marked else op.name in ("add", "subtract", "multiply")
 
-    def _find_combined_variable_path(self, op: Op, gradient: Value) -> str:
+    def _find_variable_beside_gradient(self, op: Op, gradient: Value) -> str:
         """Return the path of the variable that an update combines with a gradient, or "" if there is none."""
         for other in op.operands:
             is_number = other.producer is not None and other.producer.name == "broadcast_in_dim"
@@ -216,7 +216,7 @@ class CauseFinder:
                 continue
             scaled = other.producer is not None and other.producer.name == "multiply" and not self._is_marked
             for value in (other, *(other.producer.operands if other.producer is not None and scaled else ())):
-                name = self._find_argument_path(value)
+                name = self._find_copied_argument_path(value)
                 if name and (self._is_marked or name not in self._batch):
                     return name
         return ""

@@ -13,12 +13,12 @@ _FEWEST = 3
 _ABSENT = object()
 
 
-def find_equal_blocks(
+def find_stacks_of_equal_blocks(
     variables: Sequence[VariableSpec],
     layers: Sequence[tuple[str, Any]],
-    describe_settings: Callable[[Any], Any],
+    make_comparable_settings: Callable[[Any], Any],
 ) -> list[list[str]]:
-    """Return stacks of over three outermost layers with equal weights and settings, each as a list of paths."""
+    """Return stacks of over three outermost layers with equal weights and settings. A stack is a list of paths."""
     weights: dict[str, list[object]] = {}
     for spec in variables:
         if spec.parent is None:
@@ -36,55 +36,55 @@ def find_equal_blocks(
     for paths in groups.values():
         inside = any(p.startswith(f"{outer}.") for stack in found for outer in stack for p in paths)
         if len(paths) > _FEWEST and not inside:
-            stacks = _group_by_settings(paths, by_path, describe_settings)
+            stacks = _group_paths_by_settings(paths, by_path, make_comparable_settings)
             found += [stack for stack in stacks if len(stack) > _FEWEST]
     return found
 
 
-def _group_by_settings(
-    paths: Sequence[str], layers: Mapping[str, object], describe_settings: Callable[[object], object]
+def _group_paths_by_settings(
+    paths: Sequence[str], layers: Mapping[str, object], make_comparable_settings: Callable[[object], object]
 ) -> Iterator[list[str]]:
-    """Yield lists of those `paths` where the layers and their inner layers have equal settings."""
+    """Yield `paths` in lists. The layers at the paths of one list, and their inner layers, have equal settings."""
     contents: dict[str, list[Any]] = {path: [] for path in paths}
     for path, layer in layers.items():
         parts = path.split(".")
         for n in range(1, len(parts) + 1):
             block = ".".join(parts[:n])
             if block in contents:
-                contents[block].append((".".join(parts[n:]), type(layer), describe_settings(layer)))
+                contents[block].append((".".join(parts[n:]), type(layer), make_comparable_settings(layer)))
     groups: dict[object, list[str]] = {}
     for path in paths:
         groups.setdefault(tuple(contents[path]), []).append(path)
     yield from groups.values()
 
 
-def describe_attributes(layer: object, excluded: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
+def make_comparable_attributes(layer: object, excluded: Collection[str] = ()) -> tuple[tuple[str, Any], ...]:
     """Return a layer's attributes, except `excluded`, as values that are equal for equal layers."""
     attributes = cast("Mapping[str, Any]", vars(layer))
-    found = [(name, _describe_value(value)) for name, value in attributes.items() if name not in excluded]
+    found = [(name, _make_comparable(value)) for name, value in attributes.items() if name not in excluded]
     return tuple(each for each in found if each[1] is not _ABSENT)
 
 
-def _describe_value(value: object, enclosing: tuple[object, ...] = ()) -> object:
+def _make_comparable(value: object, enclosing: tuple[object, ...] = ()) -> object:
     if isinstance(value, tuple | list):
-        inner = tuple(_describe_value(each, enclosing) for each in cast("Sequence[Any]", value))
+        inner = tuple(_make_comparable(each, enclosing) for each in cast("Sequence[Any]", value))
         return _ABSENT if _ABSENT in inner else inner
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, types.FunctionType):  # compare the code, because all lambdas have one name
-        if value in enclosing:  # the function calls itself, so return its index, not its description
+        if value in enclosing:  # the function refers to itself, so return its index, not its description
             return enclosing.index(value)
         by_name = sorted((value.__kwdefaults__ or {}).items())
         captured = (
-            *map(_read_cell, value.__closure__ or ()),
+            *map(_read_closure_cell, value.__closure__ or ()),
             *(value.__defaults__ or ()),
             *(e for _, e in by_name),
         )
-        return value.__code__, *(_describe_value(each, (*enclosing, value)) for each in captured)
+        return value.__code__, *(_make_comparable(each, (*enclosing, value)) for each in captured)
     return getattr(value, "__qualname__", _ABSENT)
 
 
-def _read_cell(cell: types.CellType) -> object:
+def _read_closure_cell(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # the closure variable has no value yet

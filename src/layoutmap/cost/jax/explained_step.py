@@ -19,7 +19,7 @@ from layoutmap.core.text_table import format_bytes, format_html_pre, format_tabl
 from layoutmap.cost.jax.counting import CauseFinder, iterate_ops_with_run_counts
 from layoutmap.cost.jax.graph import Op
 from layoutmap.cost.jax.memory import COLLECTIVE_NAMES
-from layoutmap.cost.jax.partitioned import parse_step
+from layoutmap.cost.jax.partitioned import parse_partitioned_step
 from layoutmap.cost.table import Collective
 from layoutmap.engines.jax.programs import iterate_inner_jaxprs
 
@@ -148,11 +148,11 @@ class StepExplanation:
             ]
             head = ("products at", "FLOPs of a device", "its share", "ratio")
             lines += ["", *format_table(head, rows, head[1:])]
-        lines += ["", *self._list_problems()]
+        lines += ["", *self._list_problem_texts()]
         lines += [f"compiled again: {escape_text(reason)}" for reason in self.recompilations]
         return "\n".join(lines).rstrip()
 
-    def _list_problems(self) -> list[str]:
+    def _list_problem_texts(self) -> list[str]:
         """Return a text for each line of the user's code with products that several devices repeat."""
         why = "so devices repeat each other's work"
         return [
@@ -189,8 +189,8 @@ def explain_step(
     """
     compiled = traced.lower().compile()
     text: str = compiled.as_text()
-    block, find_line = parse_step(text, mesh), _LineFinder(text)
-    kept = _list_argument_positions(text, paths)
+    block, find_line = parse_partitioned_step(text, mesh), _UserLineFinder(text)
+    kept = _list_positions_of_kept_arguments(text, paths)
     found = [names[n] if n is not None else "" for n in kept]
     full = {names[n]: shapes[n] for n in kept if n is not None}
     causes = CauseFinder(block, found, batches=batches, is_marked=False)
@@ -201,7 +201,7 @@ def explain_step(
         if op.name in COLLECTIVE_NAMES and op.dims:
             collectives[_explain_collective(op, find_line(op), causes.find_cause(op), full, mesh)] += times
     ideal = Counter[str]()
-    _add_product_flops(traced.jaxpr.jaxpr, 1, ideal)
+    _add_product_flops_by_line(traced.jaxpr.jaxpr, 1, ideal)
     memory = compiled.memory_analysis()
     if flops.keys() - ideal.keys():  # XLA lacks some source lines, so compare only the sums of all lines
         flops, ideal = Counter({"": flops.total()}), Counter({"": ideal.total()})
@@ -234,9 +234,9 @@ def _multiply_calls(collective: ExplainedCollective, calls: int) -> ExplainedCol
     return replace(collective, calls=calls, sent_bytes=collective.sent_bytes * calls)
 
 
-def _list_argument_positions(text: str, paths: Sequence[str]) -> list[int | None]:
-    """Return each parameter's position among the step's arguments, some of which JAX drops, or None if unknown."""
-    entry, numbers = text[text.index("\nENTRY ") :], {path: n for n, path in enumerate(paths)}
+def _list_positions_of_kept_arguments(module_text: str, paths: Sequence[str]) -> list[int | None]:
+    """Return each parameter's position among the step's arguments, or None if unknown. JAX drops unused arguments."""
+    entry, numbers = module_text[module_text.index("\nENTRY ") :], {path: n for n, path in enumerate(paths)}
     found: dict[int, int | None] = {}
     for line in entry.splitlines():
         if parameter := re.search(r" parameter\((\d+)\)", line):
@@ -247,7 +247,7 @@ def _list_argument_positions(text: str, paths: Sequence[str]) -> list[int | None
     return [found[number] for number in sorted(found)]
 
 
-class _LineFinder:
+class _UserLineFinder:
     """Function that finds an operation's line of the user's code in the stack frames of a module's text."""
 
     def __init__(self, text: str) -> None:
@@ -261,7 +261,7 @@ class _LineFinder:
         """Return the innermost line of the user's code that caused an operation, as "train.py:31", or ""."""
         file, line = (re.search(rf'{key}="?([^"\s]+)', op.metadata) for key in ("source_file", "source_line"))
         if file and line:
-            return _format_line(file[1], int(line[1]))
+            return _format_file_and_line(file[1], int(line[1]))
         frame = re.search(r"stack_frame_id=(\d+)", op.metadata)
         number, seen = int(frame[1]) if frame else 0, set[int]()
         while number and number not in seen:
@@ -272,7 +272,7 @@ class _LineFinder:
             )
             file_name = self._tables["FileNames"].get(location.get("file_name_id", 0), "").strip('"')
             if file_name and _is_user_file(file_name):
-                return _format_line(file_name, location.get("line", 0))
+                return _format_file_and_line(file_name, location.get("line", 0))
             number = row.get("parent_frame_id", 0)
         return ""
 
@@ -285,28 +285,28 @@ def _is_user_file(name: str) -> bool:
     return "site-packages" not in name and not name.startswith(_OWN_FOLDER)
 
 
-def _format_line(file: str, line: int) -> str:
+def _format_file_and_line(file: str, line: int) -> str:
     return f"{Path(file).name}:{line}"
 
 
-def _add_product_flops(jaxpr: Jaxpr, times: int, flops: Counter[str]) -> None:
-    """Add the FLOPs of all matrix products in a jaxpr that runs `times` times to `flops`, by the user's line."""
+def _add_product_flops_by_line(jaxpr: Jaxpr, times: int, flops: Counter[str]) -> None:
+    """Add the FLOPs of products in a jaxpr, run `times` times, to `flops`. Its keys are lines of the user's code."""
     for eqn in jaxpr.eqns:
         params: Any = eqn.params
         if eqn.primitive.name == "dot_general":
             (contracting, _), _ = params["dimension_numbers"]
             left, out = eqn.invars[0].aval, eqn.outvars[0].aval
             size = math.prod(left.shape[axis] for axis in contracting)  # type: ignore[attr-defined]
-            flops[_find_equation_line(eqn)] += 2 * math.prod(out.shape) * size * times  # type: ignore[attr-defined]
+            flops[_find_user_line(eqn)] += 2 * math.prod(out.shape) * size * times  # type: ignore[attr-defined]
         trips = params.get("length", 1) if eqn.primitive.name == "scan" else 1
         for inner in iterate_inner_jaxprs(params.values()):
-            _add_product_flops(inner, times * trips, flops)
+            _add_product_flops_by_line(inner, times * trips, flops)
 
 
-def _find_equation_line(eqn: Any) -> str:
+def _find_user_line(eqn: Any) -> str:
     """Return the innermost line of the user's code that caused an equation, as "train.py:31", or ""."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if _is_user_file(frame.file_name):
-            return _format_line(frame.file_name, frame.line_num)
+            return _format_file_and_line(frame.file_name, frame.line_num)
     return ""

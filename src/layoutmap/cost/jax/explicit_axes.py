@@ -42,7 +42,7 @@ def is_sharding_refusal(error: Exception) -> bool:
 
 
 @contextmanager
-def explain_refused_sharding(name: str) -> Generator[None]:
+def translate_sharding_refusals(step_name: str) -> Generator[None]:
     """Convert JAX's refusal of an operation under explicit axes to a `ShardingRefusedError`, until the block ends."""
     before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
     # JAX's frames contain the operands, so keep these frames in tracebacks.
@@ -52,26 +52,26 @@ def explain_refused_sharding(name: str) -> Generator[None]:
     except Exception as error:
         if not is_sharding_refusal(error):
             raise
-        raise _make_refusal_error(name, error) from error
+        raise _make_refusal_error(step_name, error) from error
     finally:
         jax.config.update("jax_traceback_filtering", before)
 
 
-def _make_refusal_error(name: str, error: Exception) -> ShardingRefusedError:
+def _make_refusal_error(step_name: str, error: Exception) -> ShardingRefusedError:
     line = _find_user_line(error)
-    operands, spec = _read_rule_operands(error)
+    operands, spec = _read_operands_and_result_spec(error)
     facts = {"line": line} | ({"operands": operands} if operands else {})
     return ShardingRefusedError(
-        f"{name}: JAX cannot determine the sharding of an operation's result",
+        f"{step_name}: JAX cannot determine the sharding of an operation's result",
         facts=facts,
-        why=_shorten_reason(str(error)),
-        fix=_write_fix(error, spec),
+        why=_shorten_jax_message(str(error)),
+        fix=_make_refusal_fix(error, spec),
     )
 
 
-def _write_fix(error: Exception, spec: PartitionSpec | None) -> str:
+def _make_refusal_fix(error: Exception, spec: PartitionSpec | None) -> str:
     """Return a fix for the refused operation: a reshard, a change of rules, or an `out_sharding`."""
-    if constrained := _find_constrained_spec(error):
+    if constrained := _find_refused_constraint_spec(error):
         return f"write jax.sharding.reshard(x, jax.{constrained}) instead of the constraint, then plan again"
     reshard = "jax.sharding.reshard(x, jax.P(..)); then plan again"
     if "xs should be replicated" in str(error):
@@ -82,7 +82,7 @@ def _write_fix(error: Exception, spec: PartitionSpec | None) -> str:
     return f"pass out_sharding={out}, or reshard an operand first: {reshard}"
 
 
-def _find_constrained_spec(error: Exception) -> PartitionSpec | None:
+def _find_refused_constraint_spec(error: Exception) -> PartitionSpec | None:
     """Return the spec that `with_sharding_constraint` refused, with explicit dims only, or None for other functions."""
     if "with_sharding_constraint" not in str(error):
         return None
@@ -91,11 +91,11 @@ def _find_constrained_spec(error: Exception) -> PartitionSpec | None:
             if isinstance(value, NamedSharding):
                 axis_types = dict(zip(value.mesh.axis_names, value.mesh.axis_types, strict=True))
                 auto = [dim for dim, kind in axis_types.items() if kind is not AxisType.Explicit]
-                return _make_spec(value.spec, auto)
+                return _make_spec_of_distinct_dims(value.spec, auto)
     return None
 
 
-def _shorten_reason(text: str) -> str:
+def _shorten_jax_message(text: str) -> str:
     """Return the first line of JAX's message. If it shows no sharded type, append the first line that does."""
     first, *rest = (" ".join(line.split()) for line in text.splitlines() if line.strip())
     more = [] if _SHARDED_TYPE.search(first) else [line for line in rest if _SHARDED_TYPE.search(line)]
@@ -122,29 +122,29 @@ def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _read_rule_operands(error: BaseException) -> tuple[str, PartitionSpec | None]:
-    """Return the operands of JAX's innermost sharding rule as text, and its result's spec, or None if unknown."""
+def _read_operands_and_result_spec(error: BaseException) -> tuple[str, PartitionSpec | None]:
+    """Return the operands of the refused operation as text, "" if unknown, and its result's spec, None if unknown."""
     found: tuple[str, Mapping[str, Any]] | None = None
     for each in _iterate_causes(error):
         for frame, _ in traceback.walk_tb(each.__traceback__):
             name, variables = frame.f_code.co_name, frame.f_locals
-            if name.endswith("_rule") and any(map(_has_spec, variables.values())):
+            if name.endswith("_rule") and any(map(_has_partition_spec, variables.values())):
                 found = name, variables
     if found is None:
         return "", None
     name, variables = found
     shown = ", ".join(
-        f"{key} {value.str_short(True)}" for key, value in variables.items() if _has_spec(value)
+        f"{key} {value.str_short(True)}" for key, value in variables.items() if _has_partition_spec(value)
     )
     if "dot_general" in name and "dimension_numbers" in variables:
         return shown, _find_product_spec(variables["lhs"], variables["rhs"], variables["dimension_numbers"])
     if "gather" in name and "operand" in variables and "indices" in variables:
         rows, rest = (variables[key].sharding.spec for key in ("indices", "operand"))
-        return shown, _make_spec([*rows[:-1], *rest[1:]])
+        return shown, _make_spec_of_distinct_dims([*rows[:-1], *rest[1:]])
     return shown, None
 
 
-def _has_spec(value: Any) -> bool:
+def _has_partition_spec(value: Any) -> bool:
     return hasattr(value, "str_short") and hasattr(getattr(value, "sharding", None), "spec")
 
 
@@ -154,10 +154,10 @@ def _find_product_spec(lhs: Any, rhs: Any, dimension_numbers: Any) -> PartitionS
     specs = [lhs.sharding.spec[axis] for axis in lhs_batch]
     for operand, others in ((lhs, (*lhs_summed, *lhs_batch)), (rhs, (*rhs_summed, *rhs_batch))):
         specs += [operand.sharding.spec[axis] for axis in range(operand.ndim) if axis not in others]
-    return _make_spec(specs)
+    return _make_spec_of_distinct_dims(specs)
 
 
-def _make_spec(specs: Iterable[Any], excluded_dims: Iterable[str] = ()) -> PartitionSpec:
+def _make_spec_of_distinct_dims(specs: Iterable[Any], excluded_dims: Iterable[str] = ()) -> PartitionSpec:
     """Return a spec with these entries. Leave out the excluded dims, and each mesh dim that an earlier entry has."""
     used = set(excluded_dims)
     out: list[Any] = []

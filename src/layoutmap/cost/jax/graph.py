@@ -60,7 +60,9 @@ class Op:
     key: Any = None  # operations with equal keys and operands have equal results; None: never merged
     metadata: str = ""
     """XLA's metadata: the operation's name in the traced function, and its source line."""
-    function: str = ""  # function, such as "erfc", that XLA computes by several operations, this one included
+    function: str = (
+        ""  # function, such as "erfc", that XLA computes by this and other operations; empty: none
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +116,7 @@ def detach_from_operands(op: Op) -> None:
 
 
 def remove_unused_operations(block: Block) -> None:
-    """Remove the operations of a block without used results, except returns and custom calls."""
+    """Remove operations from a block if no operation uses their results. Returns and custom calls stay."""
     kept: list[Op] = []
     for op in reversed(block.ops):
         if op.name in ("return", "custom_call"):

@@ -65,16 +65,16 @@ class CompiledCollective:
         return one * (2 if self.kind == "all_reduce" else 1)
 
 
-def parse_collectives(text: str) -> Mapping[CompiledCollective, int]:
+def count_compiled_collectives(text: str) -> Mapping[CompiledCollective, int]:
     """Return the number of calls in a step of each collective of a compiled module."""
     bodies, entry = parse_computations(text)
     counts = Counter[CompiledCollective]()
-    _add_collectives(bodies, entry, 1, counts, set(), _count_devices(text))
+    _add_collective_counts(bodies, entry, 1, counts, set(), _count_devices(text))
     return counts
 
 
 def parse_computations(text: str) -> tuple[Mapping[str, list[Instruction]], str]:
-    """Return each computation's instructions by name, with its root last, and the name of the entry computation."""
+    """Return a dict from computation names to instructions, the root last, and the entry computation's name."""
     bodies: dict[str, list[Instruction]] = {}
     roots: dict[str, Instruction] = {}
     entry = name = ""
@@ -95,39 +95,44 @@ def parse_computations(text: str) -> tuple[Mapping[str, list[Instruction]], str]
     return bodies, entry
 
 
-def _add_collectives(
+def _add_collective_counts(
     computations: Mapping[str, list[Instruction]],
-    name: str,
+    computation_name: str,
     times: int,
     counts: Counter[CompiledCollective],
-    chains: set[str],
+    chain_ids: set[str],
     num_devices: int,
 ) -> None:
-    """Add the collectives of a computation to `counts`, `times` times. A chain of fusions counts as one collective."""
-    for _, shape, opcode, arguments in computations.get(name, ()):
+    """Add a computation's collectives to `counts`, `times` times each. A chain of fusions counts as one."""
+    for _, shape, opcode, arguments in computations.get(computation_name, ()):
         if opcode == "while":
             trips = re.search(r'known_trip_count":?\{"?n"?:"?(\d+)', arguments)
             condition, body = (re.findall(rf"{n}=%?([\w.\-]+)", arguments)[0] for n in ("condition", "body"))
             loop = computations.get(condition, []), computations.get(body, [])
-            num_trips = int(trips[1]) if trips else _count_loop_trips(*loop)
-            _add_collectives(computations, body, times * num_trips, counts, set(), num_devices)
+            num_trips = int(trips[1]) if trips else _count_loop_iterations(*loop)
+            _add_collective_counts(computations, body, times * num_trips, counts, set(), num_devices)
         elif opcode in ("call", "async-start", "conditional", "fusion"):
-            for inner in find_inner_computations(arguments):
-                _add_collectives(
-                    computations, inner, times, counts, chains if opcode == "fusion" else set(), num_devices
+            for inner in list_called_computations(arguments):
+                _add_collective_counts(
+                    computations,
+                    inner,
+                    times,
+                    counts,
+                    chain_ids if opcode == "fusion" else set(),
+                    num_devices,
                 )
         elif (kind := COLLECTIVE_KINDS.get(opcode.removesuffix("-start"))) is not None:
             pairs = list_permute_pairs(arguments) if "source_target_pairs=" in arguments else [(0, 1)]
             if kind == "permute" and all(source == target for source, target in pairs):
                 continue  # leave out a permute in which each device sends only to itself
             if chain := re.search(r'chain_id="\d+"', arguments):
-                if chain[0] in chains:
+                if chain[0] in chain_ids:
                     continue
-                chains.add(chain[0])
+                chain_ids.add(chain[0])
             # A permute has pairs of devices instead of replica groups, so the size of its group is 2.
             group_size = 2 if kind == "permute" else len(find_first_device_group(arguments, num_devices))
-            done = "reduce_scatter" if name.startswith("all-reduce-scatter") else kind
-            for tensor_bytes in _list_tensor_sizes(kind, shape, group_size, opcode.endswith("-start")):
+            done = "reduce_scatter" if computation_name.startswith("all-reduce-scatter") else kind
+            for tensor_bytes in _list_tensor_bytes(kind, shape, group_size, opcode.endswith("-start")):
                 counts[CompiledCollective(done, group_size, tensor_bytes)] += times
 
 
@@ -138,25 +143,27 @@ def list_permute_pairs(attributes: str) -> list[tuple[int, int]]:
     return [(int(source), int(target)) for source, target in found]
 
 
-def _list_tensor_sizes(kind: str, shape: str, group_size: int, is_started: bool) -> list[int]:
+def _list_tensor_bytes(kind: str, shape: str, group_size: int, is_asynchronous: bool) -> list[int]:
     """Return the bytes of each tensor that a collective exchanges: of its operand or result, whichever is larger."""
     shapes = SHAPE.findall(shape)
     # On TPUs, an asynchronous collective also returns numbers for synchronization, so leave out their shapes.
-    sizes = [_compute_num_bytes(*each) for each in shapes if not is_started or each != ("u32", "")]
-    # The sizes are those of the operands, and then those of the results.
-    if is_started and kind != "all_reduce" and len(sizes) > 1:
+    sizes = [_compute_num_bytes(*each) for each in shapes if not is_asynchronous or each != ("u32", "")]
+    # An asynchronous collective lists first the sizes of its operands and then those of its results.
+    if is_asynchronous and kind != "all_reduce" and len(sizes) > 1:
         half = len(sizes) // 2
         sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
     elif kind == "reduce_scatter":
         sizes = [size * group_size for size in sizes]
-    return [sum(sizes)] if kind == "all_to_all" else sizes  # its tuple has one part for each device
+    return (
+        [sum(sizes)] if kind == "all_to_all" else sizes
+    )  # an all-to-all's tuple has one part for each device
 
 
 def _compute_num_bytes(dtype: str, sizes: str) -> int:
-    return int(math.prod(int(n) for n in sizes.split(",") if n) * get_itemsize(convert_dtype_name(dtype)))
+    return int(math.prod(int(n) for n in sizes.split(",") if n) * get_itemsize(convert_xla_dtype_name(dtype)))
 
 
-def find_inner_computations(attributes: str) -> list[str]:
+def list_called_computations(attributes: str) -> list[str]:
     """Return the names of the computations that an operation runs. The condition of a loop comes first."""
     found = ", ".join(one or several for one, several in _INNER.findall(attributes))
     return [name.removeprefix("%") for name in found.split(", ") if name]
@@ -168,11 +175,11 @@ _INNER = re.compile(
 )
 
 
-def convert_dtype_name(name: str) -> str:
+def convert_xla_dtype_name(name: str) -> str:
     """Return numpy's name of an XLA element type.
 
     Example:
-        >>> convert_dtype_name("f32"), convert_dtype_name("pred"), convert_dtype_name("f8e4m3fn")
+        >>> convert_xla_dtype_name("f32"), convert_xla_dtype_name("pred"), convert_xla_dtype_name("f8e4m3fn")
         ('float32', 'bool', 'float8_e4m3fn')
     """
     found = re.fullmatch(r"([fsu])(\d+)(.*)", name)
@@ -222,7 +229,7 @@ def _parse_iota_devices(sizes: str, order: str | None) -> np.ndarray:
     return np.arange(math.prod(shape)).reshape(shape).transpose(axes).ravel()
 
 
-def _count_loop_trips(condition: list[Instruction], body: list[Instruction]) -> int:
+def _count_loop_iterations(condition: list[Instruction], body: list[Instruction]) -> int:
     """Return the number of iterations of a loop, from the limit and the increment of its counter."""
     limits = [
         int(each.arguments.partition(")")[0])
@@ -233,17 +240,17 @@ def _count_loop_trips(condition: list[Instruction], body: list[Instruction]) -> 
     after = list_operand_names(body[-1]) if body else []
     operations = {each.name: each for each in body}
     is_known = len(positions) == 1 and positions[0] < len(after)
-    step = _find_increment(operations, after[positions[0]]) if is_known else 1
+    step = _compute_counter_increment(operations, after[positions[0]]) if is_known else 1
     return -(-max(limits, default=1) // max(step, 1))
 
 
-def _find_increment(operations: Mapping[str, Instruction], name: str) -> int:
+def _compute_counter_increment(operations: Mapping[str, Instruction], name: str) -> int:
     """Return the sum of the constants that the operation `name` and its operands add to a loop's counter."""
     instruction = operations.get(name)
     if instruction is None or instruction.opcode not in ("add", "constant"):
         return 0
     if instruction.opcode == "add":
-        return sum(_find_increment(operations, each) for each in list_operand_names(instruction))
+        return sum(_compute_counter_increment(operations, each) for each in list_operand_names(instruction))
     number = instruction.arguments.partition(")")[0]
     return int(number) if number.isdigit() else 0
 

@@ -20,7 +20,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_custom_train_step
 from layoutmap.core.steps import BatchArray, Key, StepTracer, TrainingStep
 from layoutmap.core.variables import Kind
-from layoutmap.cost.jax.equal_blocks import describe_attributes, find_equal_blocks
+from layoutmap.cost.jax.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
 from layoutmap.engines.patches import AttributePatch, Patches
 
 Loss = Callable[..., Any]
@@ -39,12 +39,12 @@ _RECOMPUTE = (
 )
 
 
-def describe_step(
+def describe_training_step(
     session: KerasSession, model: Any, inputs: object, optimizer: object, loss: Loss | None
 ) -> TrainingStep:
     """Return the training step of a Keras model from a dry run, which has already set `optimizer` on the model."""
     entries = [entry for entry in describe_variables(session.registry) if entry.spec.kind is not Kind.METRIC]
-    layers = _list_layers(session)
+    layers = _list_paths_and_layers(session)
     x, tree = jax.tree.flatten(inputs)
     batch = [
         BatchArray(_format_path(path), tuple(leaf.shape), str(leaf.dtype))
@@ -54,7 +54,7 @@ def describe_step(
     compiled = loss is None and getattr(model, "loss", None) is not None
     notes = [] if compiled or loss is not None else [_NO_LOSS]
     if compiled:
-        targets = step.make_targets(batch)
+        targets = step.make_target_shapes(batch)
         batch += [
             BatchArray(f"targets{_format_path(p)}", tuple(t.shape), str(t.dtype))
             for p, t in _flatten_with_paths(targets)
@@ -63,8 +63,8 @@ def describe_step(
         notes.append(_NO_METRICS)
     notes += [_NO_OPTIMIZER] * (step.optimizer is None) + [_OWN_STEP] * has_custom_train_step(model)
     variables = [entry.spec for entry in entries]
-    blocks = find_equal_blocks(variables, layers, _describe_settings)
-    return TrainingStep(model.name, variables, batch, blocks, step.compute_new_values, notes, _RECOMPUTE)
+    blocks = find_stacks_of_equal_blocks(variables, layers, _make_comparable_settings)
+    return TrainingStep(model.name, variables, batch, blocks, step.compute_step_results, notes, _RECOMPUTE)
 
 
 class _CountedStep:
@@ -87,7 +87,7 @@ class _CountedStep:
         self.optimizer = getattr(model, "optimizer", None)
         self._trained = {id(variable) for variable in model.trainable_variables}
 
-    def make_targets(self, batch: Sequence[BatchArray]) -> object:
+    def make_target_shapes(self, batch: Sequence[BatchArray]) -> object:
         """Return targets for the compiled loss, as shapes and types in the structure of the model's outputs."""
 
         def compute_outputs(values: Sequence[object], inputs: Sequence[object]) -> object:
@@ -121,7 +121,7 @@ class _CountedStep:
         options = {"training": True} if self._model._call_has_training_arg else {}
         return self._model(jax.tree.unflatten(self._tree, inputs), **options)
 
-    def compute_new_values(
+    def compute_step_results(
         self, tracer: StepTracer, values: Mapping[Key, object], batch: Sequence[object]
     ) -> Mapping[Key, Any]:
         """Return the values of the variables after a step, and the loss under the key `("", "loss")`."""
@@ -185,7 +185,7 @@ def _report_layer_calls(tracer: StepTracer, layers: Layers, state: Sequence[obje
         for path, layer in layers:
             own = layer.__dict__
             before.append((layer, own.get("call")))
-            own["call"] = _make_reporting_call(tracer, path, layer.call, state)
+            own["call"] = _wrap_with_call_report(tracer, path, layer.call, state)
         yield
     finally:
         for layer, call in before:
@@ -195,26 +195,26 @@ def _report_layer_calls(tracer: StepTracer, layers: Layers, state: Sequence[obje
                 layer.__dict__["call"] = call
 
 
-def _make_reporting_call(tracer: StepTracer, path: str, original: Call, state: Sequence[object]) -> Call:
+def _wrap_with_call_report(tracer: StepTracer, path: str, original: Call, state: Sequence[object]) -> Call:
     first = next(iter(inspect.signature(original).parameters), "")
 
     @functools.wraps(original)
-    def call(*args: object, **kwargs: object) -> object:
+    def call_and_report(*args: object, **kwargs: object) -> object:
         if not args and first in kwargs:  # the tracer expects the input as a positional argument
             args = (kwargs.pop(first),)
-        function = _make_recomputing_call(original, state) if tracer.should_recompute(path) else original
+        function = _wrap_with_recomputation(original, state) if tracer.should_recompute(path) else original
         return tracer.call_layer(path, function, args, kwargs)
 
-    return call
+    return call_and_report
 
 
-def _make_recomputing_call(original: Call, state: Sequence[object]) -> Call:
+def _wrap_with_recomputation(original: Call, state: Sequence[object]) -> Call:
     """Return a layer's call that stores only its input for the backward pass, and recomputes all other values.
 
     Keras's own remat is not used: it traces all arguments, but layers need the value of `training`.
     """
 
-    def call(*args: object, **kwargs: object) -> object:
+    def call_with_recomputation(*args: object, **kwargs: object) -> object:
         scope: Any = get_stateless_scope()
         changed: list[object] = []
 
@@ -239,21 +239,21 @@ def _make_recomputing_call(original: Call, state: Sequence[object]) -> Call:
         scope.losses += losses
         return found
 
-    return call
+    return call_with_recomputation
 
 
-def _allow_required_kernels(original: Call) -> Call:
+def _replace_fused_kernel_check(original: Call) -> Call:
     """Return a replacement of Keras's check for a fused kernel, which allows a kernel only if a layer requires it."""
 
     @functools.wraps(original)
-    def can_use(*args: object, raise_error: bool = False, **kwargs: object) -> bool:
+    def can_use_fused_kernel(*args: object, raise_error: bool = False, **kwargs: object) -> bool:
         return raise_error
 
-    return can_use
+    return can_use_fused_kernel
 
 
 class _JaxWithoutDevices:
-    """Module `jax` for Keras's attention, without real devices, because asking for these would start a backend."""
+    """Stand-in for the module `jax` in Keras's attention. It lists no real devices, as this would start a backend."""
 
     def __init__(self, original: object):
         self._original = original
@@ -269,7 +269,7 @@ class _JaxWithoutDevices:
 _CAN_USE = "_can_use_flash_attention"
 _PATCHES = Patches(
     [
-        AttributePatch(keras_nn, _CAN_USE, _allow_required_kernels),
+        AttributePatch(keras_nn, _CAN_USE, _replace_fused_kernel_check),
         AttributePatch(keras_nn, "jax", _JaxWithoutDevices),
     ]
     if hasattr(keras_nn, _CAN_USE)
@@ -277,18 +277,18 @@ _PATCHES = Patches(
 )
 
 
-def _list_layers(session: KerasSession) -> list[tuple[str, keras.Layer]]:
-    """Return each layer with its first path, by which rules for activations match the layer."""
+def _list_paths_and_layers(session: KerasSession) -> list[tuple[str, keras.Layer]]:
+    """Return a pair for each layer: its first path, by which activation rules match the layer, and the layer."""
     found: dict[int, tuple[str, keras.Layer]] = {}
     for path, layer in list_layer_paths(session.registry.list_layers()):
         found.setdefault(id(layer), (path, layer))
     return list(found.values())
 
 
-def _describe_settings(layer: keras.Layer) -> object:
-    """Return a layer's dtypes and attributes, for comparison, because `get_config` fails for layers of KerasHub."""
+def _make_comparable_settings(layer: keras.Layer) -> object:
+    """Return comparable dtypes and attributes of a layer. `get_config` is not used, because it fails for KerasHub."""
     policy = layer.dtype_policy
-    return policy.compute_dtype, policy.variable_dtype, describe_attributes(layer, _NAMES)
+    return policy.compute_dtype, policy.variable_dtype, make_comparable_attributes(layer, _NAMES)
 
 
 _NAMES = frozenset(("name", "_name", "_path", "_parent_path", "_inbound_nodes", "_outbound_nodes"))

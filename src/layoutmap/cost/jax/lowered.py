@@ -21,17 +21,17 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import find_repeated_layers, replace_numbers
+from layoutmap.core.paths import find_repeated_layers, replace_numbers_with_stars
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import BatchArray, Key, TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.cost.jax.attention import mark_attention_calls
 from layoutmap.cost.jax.compiled import CompiledStep, compile_modules, partition_modules
-from layoutmap.cost.jax.counting import StepCounts, count_collectives, count_flops, count_step
-from layoutmap.cost.jax.explicit_axes import explain_refused_sharding
+from layoutmap.cost.jax.counting import StepCounts, compute_step_counts, count_collectives, count_flops
+from layoutmap.cost.jax.explicit_axes import translate_sharding_refusals
 from layoutmap.cost.jax.graph import LAYER, UPDATE, parse_op_origin
-from layoutmap.cost.jax.memory import estimate_upper_bound
-from layoutmap.cost.jax.partitioned import parse_step
+from layoutmap.cost.jax.memory import estimate_memory_upper_bound
+from layoutmap.cost.jax.partitioned import parse_partitioned_step
 from layoutmap.cost.jax.rewrites import rewrite_collectives, split_combined_all_reduces
 from layoutmap.cost.jax.targets import find_target
 from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, PeakTensors, StepCost
@@ -60,13 +60,13 @@ class StepCounter:
         self._fuses = fuse_attention
         self._recomputes = _make_remat_predicate(step, remat)
         self._notes = (*step.notes, *([f"{_NOTE} (remat={remat!r})"] if remat else []))
-        # By the skipped blocks, and by the layouts if the step depends on them.
+        # The keys are the skipped blocks, and the layouts if the step depends on them.
         self._modules: dict[tuple[frozenset[str], Hashable], _LoweredModule] = {}
         self._needs_mesh = False  # whether the user's code of the step names mesh dims
-        self._compiled: dict[tuple[bytes, int, str], CompiledStep] = {}  # by module hash, devices, target
+        self._compiled: dict[tuple[bytes, int, str], CompiledStep] = {}  # keys: module hash, devices, target
         self._unequal_stacks: set[int] = set()  # indices of stacks whose blocks turned out to be unequal
 
-    def count(
+    def compute_cost(
         self,
         assignments: Sequence[Assignment],
         policy: LayoutPolicy,
@@ -75,7 +75,7 @@ class StepCounter:
         target: str | None = None,
         on_wait: Callable[[], object] = lambda: None,
     ) -> StepCost:
-        """Return the cost of a step, from the output of XLA's partitioner, or with `target` of XLA's compiler."""
+        """Return the cost of a step, counted in the output of XLA's partitioner or, with `target`, its compiler."""
         if target and find_target(target).chip:
             raise EngineError(
                 f"the cost of a step cannot be computed with XLA's compiler for {target!r}",
@@ -101,17 +101,16 @@ class StepCounter:
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
             peaks[order] = max(peaks[order], peak)
-        peaks = [estimate_upper_bound(peak, collectives, counts.recomputes) for peak in peaks]
+        peaks = [estimate_memory_upper_bound(peak, collectives, counts.recomputes) for peak in peaks]
         held = _find_peak_tensors(counts)
         if target:
             peaks = [counts.compiled_bytes]
-            # The peak of the compiled step replaces the estimate, so list the largest tensors, as many as fit into this
-            # peak.
+            # The compiled step's peak replaces the estimate, so list only the largest tensors that fit into it.
             sums = itertools.accumulate(each.num_bytes for each in held)
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
             policy.mesh,
-            tuple(_merge_repeated_layers(collectives)),
+            tuple(_merge_collectives_of_repeated_layers(collectives)),
             {dtype: number for dtype, number in counts.flops.items() if number},
             counts.traffic,
             arguments,
@@ -126,9 +125,9 @@ class StepCounter:
         )
 
     @property
-    def outputs(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the first array that each layer returns, by path, for the layers traced so far."""
-        traced = {p: s[0] for module in self._modules.values() for p, s in module.outputs.items() if s}
+    def output_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Dict from the path of each layer that was traced so far to the shape of the first array that it returns."""
+        traced = {p: s[0] for module in self._modules.values() for p, s in module.output_shapes.items() if s}
         equal = {p: traced[stack[0]] for stack in self._step.blocks for p in stack if stack[0] in traced}
         return {**equal, **traced}
 
@@ -154,9 +153,10 @@ class StepCounter:
         kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in equal} for size in sizes]
         try:
             modules = [
-                self._lower_with_cache(self._map_skipped_to_first(each), layouts, policy) for each in kept
+                self._lower_with_cache(self._map_skipped_blocks_to_first(each), layouts, policy)
+                for each in kept
             ]
-        except _UnequalBlockError as error:
+        except _BlockDiffersFromFirstError as error:
             index = next(n for n, stack in enumerate(self._step.blocks) if error.path in stack)
             self._unequal_stacks.add(index)
             return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
@@ -177,8 +177,8 @@ class StepCounter:
         peaks = {key: total.peaks[key] for key in low.peaks}
         return replace(total, peaks=peaks)
 
-    def _map_skipped_to_first(self, num_kept: Mapping[int, int]) -> dict[str, str]:
-        """Map each skipped block to the first block of its stack. `num_kept` blocks of a stack are not skipped."""
+    def _map_skipped_blocks_to_first(self, num_kept: Mapping[int, int]) -> dict[str, str]:
+        """Map each skipped block to the first of its stack. `num_kept` maps stacks to numbers of kept blocks."""
         blocks = self._step.blocks
         return {path: blocks[n][0] for n, number in num_kept.items() for path in blocks[n][number - 1 : -1]}
 
@@ -190,15 +190,15 @@ class StepCounter:
         with_peak_tensors: bool,
         compiled: CompiledStep | None,
     ) -> StepCounts:
-        block = parse_step(text, policy.mesh)
+        block = parse_partitioned_step(text, policy.mesh)
         rewrite_collectives(block)
         names = [v.parent or v.path for v in lowered.variables] + [each.name for each in self._step.batch]
         names += [""] * lowered.num_skipped
         donated = {number: number for number in range(len(lowered.variables))}
-        found = count_step(block, names, donated, with_peak_tensors=with_peak_tensors)
+        found = compute_step_counts(block, names, donated, with_peak_tensors=with_peak_tensors)
         if compiled is None:
             return found
-        block = parse_step(compiled.text, policy.mesh)
+        block = parse_partitioned_step(compiled.text, policy.mesh)
         split_combined_all_reduces(block)
         return replace(
             found,
@@ -225,7 +225,7 @@ class StepCounter:
     def _has_same_output_layouts(self, first: str, path: str, policy: LayoutPolicy) -> bool:
         if policy.activations is None:
             return True
-        paths = {first, *(p for lowered in self._modules.values() for p in lowered.outputs)}
+        paths = {first, *(p for lowered in self._modules.values() for p in lowered.output_shapes)}
         below = [p[len(first) :] for p in paths if f"{p}.".startswith(f"{first}.")]
         layout_of = policy.find_activation_layout
         return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
@@ -235,13 +235,13 @@ class StepCounter:
     ) -> Any:
         placed = [layouts[variable.key] for variable in lowered.variables]
         batch = [policy.derive_batch_layout(each.shape) for each in self._step.batch]
-        outputs = lowered.make_layout_lookup(policy)
-        return shardy.copy_with_layouts(
+        find_output_layout = lowered.make_layout_lookup(policy)
+        return shardy.copy_module_with_layouts(
             lowered.module,
             policy.mesh,
             [*placed, *batch, *[None] * lowered.num_skipped],
             [*placed, *[None] * lowered.num_other_results],
-            lambda name, shape: outputs(parse_op_origin(name)[0], shape),
+            lambda name, shape: find_output_layout(parse_op_origin(name)[0], shape),
         )
 
     def compile(
@@ -274,23 +274,23 @@ class StepCounter:
         assignments: Sequence[Assignment],
         policy: LayoutPolicy,
         target: str,
-        counted: StepCost,
+        estimate: StepCost,
         on_wait: Callable[[], object] = lambda: None,
     ) -> Verified:
-        """Compile the step, and return XLA's sizes together with the estimated cost `counted`. See `compile`."""
+        """Compile the step, and return XLA's sizes together with the estimated cost `estimate`. See `compile`."""
         compiled = self.compile(assignments, policy, target, on_wait)
-        return Verified(counted, target, compiled.sent_by_kind, compiled.argument_bytes, compiled.peak_bytes)
+        return Verified(estimate, target, compiled.sent_by_kind, compiled.argument_bytes, compiled.peak_bytes)
 
     def _lower_with_cache(
         self, skipped: Mapping[str, str], layouts: Mapping[Key, Layout], policy: LayoutPolicy
     ) -> _LoweredModule:
         needs_mesh = self._needs_mesh or "explicit" in policy.mesh.axis_types
-        layout_key = _make_layout_key(layouts, policy) if needs_mesh else None
+        layout_key = _make_trace_cache_key(layouts, policy) if needs_mesh else None
         key = frozenset(skipped), layout_key
         if key not in self._modules:
             needed = layouts if needs_mesh else None
             try:
-                self._modules[key] = _lower_without_blocks(
+                self._modules[key] = _lower_without_skipped_blocks(
                     self._step, skipped, needed, policy, self._recomputes, self._fuses
                 )
             except ScopeError:
@@ -303,7 +303,7 @@ class StepCounter:
         return self._modules[key]
 
 
-def _make_layout_key(layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Hashable:
+def _make_trace_cache_key(layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> Hashable:
     """Return a key that is equal for equal traces of a step: its mesh, layouts, batch dim, and activation rules."""
     mesh, activations = policy.mesh, getattr(policy.activations, "__self__", None)
     specs = tuple(layout.sharding_specs for layout in layouts.values())
@@ -337,7 +337,7 @@ def _make_remat_predicate(step: TrainingStep, remat: str | None) -> Callable[[st
     return lambda path: pattern.match(path) is not None
 
 
-class _UnequalBlockError(Exception):
+class _BlockDiffersFromFirstError(Exception):
     """Raised when a block cannot be skipped because it behaves differently from the first block of its stack."""
 
     def __init__(self, path: str):
@@ -356,13 +356,13 @@ class _LoweredModule:
     variables: Sequence[VariableSpec]  # variables of the first arguments and results of the module
     num_skipped: int  # number of variables of skipped blocks, which are the last arguments of the module
     num_other_results: int
-    outputs: Mapping[str, Sequence[tuple[int, ...]]]
+    output_shapes: Mapping[str, Sequence[tuple[int, ...]]]
     attention_notes: Sequence[str]
 
     def make_layout_lookup(self, policy: LayoutPolicy) -> Callable[[str, tuple[int, ...]], Layout | None]:
         """Return a function from a layer's path and an output's shape to the layout of this output, or None."""
         known: dict[tuple[str, tuple[int, ...]], Layout | None] = {}
-        for path, shapes in self.outputs.items():
+        for path, shapes in self.output_shapes.items():
             rule = policy.find_activation_layout(path)
             if rule is not None:
                 for shape, layout in zip(
@@ -372,13 +372,13 @@ class _LoweredModule:
         return lambda path, shape: known.get((path, shape))
 
 
-def _lower_without_blocks(
+def _lower_without_skipped_blocks(
     step: TrainingStep,
     skipped: Mapping[str, str],
     layouts: Mapping[Key, Layout] | None,
     policy: LayoutPolicy,
-    recomputes: Callable[[str], bool] | None,
-    fuses: bool,
+    is_recomputed_path: Callable[[str], bool] | None,
+    fuses_all_calls: bool,
 ) -> _LoweredModule:
     """Trace and lower a step without its skipped blocks, and return the module.
 
@@ -388,10 +388,10 @@ def _lower_without_blocks(
     variables = [v for v in step.variables if _find_block_path(v, skipped) is None]
     unread = [v for v in step.variables if _find_block_path(v, skipped) is not None]
     keys = [variable.key for variable in variables]
-    tracer = _LayerTracer(skipped, recomputes, policy=None if layouts is None else policy)
+    tracer = _LayerTracer(skipped, is_recomputed_path, policy=None if layouts is None else policy)
     mesh = make_abstract_mesh(policy.mesh)
 
-    def describe_array(each: VariableSpec | BatchArray, layout: Layout) -> jax.ShapeDtypeStruct:
+    def make_shape_struct(each: VariableSpec | BatchArray, layout: Layout) -> jax.ShapeDtypeStruct:
         sharding = None if layouts is None else NamedSharding(mesh, make_partition_spec(layout))
         return jax.ShapeDtypeStruct(each.shape, _convert_to_jax_dtype(each.dtype), sharding=sharding)
 
@@ -401,36 +401,40 @@ def _lower_without_blocks(
         return [after.pop(key) for key in keys], list(after.values())
 
     known = layouts or {each.key: policy.make_replicated_layout(len(each.shape)) for each in step.variables}
-    values, others = ([describe_array(v, known[v.key]) for v in arrays] for arrays in (variables, unread))
-    batch = [describe_array(each, policy.derive_batch_layout(each.shape)) for each in step.batch]
+    values, others = ([make_shape_struct(v, known[v.key]) for v in arrays] for arrays in (variables, unread))
+    batch = [make_shape_struct(each, policy.derive_batch_layout(each.shape)) for each in step.batch]
     with (
         leave_program_context(),
         use_mesh(mesh) if layouts is not None else nullcontext(),
         correct_lowering_without_devices(),
-        mark_attention_calls(fuses) as calls,
-        _explain_trace_failures(step, tracer),
-        explain_refused_sharding(step.name) if layouts is not None else nullcontext(),
+        mark_attention_calls(fuses_all_calls) as calls,
+        _translate_trace_errors(step, tracer),
+        translate_sharding_refusals(step.name) if layouts is not None else nullcontext(),
     ):
         options: dict[str, Any] = {} if layouts is not None else {"in_shardings": _ABSTRACT}
         traced = jax.jit(run_step, keep_unused=True, **options).trace(values, batch, others)
-        _check_skipped_are_unread(traced.jaxpr.jaxpr, unread, skipped)
-        tracer.check_call_counts()
+        _check_skipped_blocks_are_unread(traced.jaxpr.jaxpr, unread, skipped)
+        tracer.check_call_counts_of_skipped_blocks()
         with jax.default_device(_StandInDevice()):
             module = traced.lower(lowering_platforms=(_StandInDevice.platform,)).compiler_ir("stablehlo")
-    if recomputes and not tracer.recomputed:
-        raise _make_remat_error(step, tracer)
-    if fuses and not calls.num_fused:
-        raise _make_fusion_error(step)
+    if is_recomputed_path and not tracer.recomputed:
+        raise _make_unmatched_remat_error(step, tracer)
+    if fuses_all_calls and not calls.num_fused:
+        raise _make_no_attention_call_error(step)
     num_other_results = len(jax.tree.leaves(traced.out_info)) - len(keys)
-    return _LoweredModule(module, variables, len(unread), num_other_results, tracer.outputs, calls.notes)
+    return _LoweredModule(
+        module, variables, len(unread), num_other_results, tracer.output_shapes, calls.notes
+    )
 
 
-def _check_skipped_are_unread(jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[str, str]) -> None:
+def _check_skipped_blocks_are_unread(
+    jaxpr: Any, unread: Sequence[VariableSpec], skipped: Mapping[str, str]
+) -> None:
     """Raise if other layers read variables of a skipped block, because the gradients of these would be missing."""
     _, is_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     for variable, is_read in zip(unread, is_used[len(is_used) - len(unread) :], strict=True):
         if is_read and (block := _find_block_path(variable, skipped)) is not None:
-            raise _UnequalBlockError(block)
+            raise _BlockDiffersFromFirstError(block)
 
 
 def _convert_to_jax_dtype(name: str) -> jax.typing.DTypeLike:
@@ -447,13 +451,13 @@ _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg
 
 
 @contextmanager
-def _explain_trace_failures(step: TrainingStep, tracer: _LayerTracer) -> Generator[None]:
+def _translate_trace_errors(step: TrainingStep, tracer: _LayerTracer) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if tracer.unequal:  # Keras has replaced the tracer's exception, so raise it again
-            raise _UnequalBlockError(tracer.unequal) from None
-        if isinstance(error, LayoutMapError | _UnequalBlockError):
+        if tracer.differing_block_path:  # Keras has replaced the tracer's exception, so raise it again
+            raise _BlockDiffersFromFirstError(tracer.differing_block_path) from None
+        if isinstance(error, LayoutMapError | _BlockDiffersFromFirstError):
             raise
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
@@ -465,18 +469,18 @@ def _explain_trace_failures(step: TrainingStep, tracer: _LayerTracer) -> Generat
         ) from error
 
 
-def _make_remat_error(step: TrainingStep, tracer: _LayerTracer) -> ScopeError:
+def _make_unmatched_remat_error(step: TrainingStep, tracer: _LayerTracer) -> ScopeError:
     return ScopeError(
         f"{step.name}: remat does not match any layer of the model",
-        facts={"layers": join_names(list(tracer.outputs)) or "none are known"},
+        facts={"layers": join_names(list(tracer.output_shapes)) or "none are known"},
         why='"blocks" selects layers whose paths differ only in a number; any other text is a regex for paths',
         fix="pass a regex that matches layers, as in remat=r'blocks\\.\\d+$'"
-        if tracer.outputs
+        if tracer.output_shapes
         else "leave remat out, and use jax.checkpoint in the function that calls the model",
     )
 
 
-def _make_fusion_error(step: TrainingStep) -> ScopeError:
+def _make_no_attention_call_error(step: TrainingStep) -> ScopeError:
     return ScopeError(
         f"{step.name}: fuse_attention finds no call of attention",
         why="only calls of jax.nn.dot_product_attention are found; keras.ops.dot_product_attention and flax.nnx layers "
@@ -492,10 +496,10 @@ class _LayerTracer:
     skipped: Mapping[str, str]
     is_recomputed_path: Callable[[str], bool] | None = None
     recomputed: bool = False
-    outputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
+    output_shapes: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
     unread: Mapping[Key, object] = field(default_factory=dict[Key, object])
-    unequal: str = ""
-    # Policy of the outputs' layouts during tracing; None: the step is traced without layouts.
+    differing_block_path: str = ""
+    # Policy for the layouts of outputs during tracing; None: the step is traced without layouts.
     policy: LayoutPolicy | None = None
     _calls: dict[str, list[object]] = field(default_factory=dict[str, list[object]])
     # Paths of layers whose outputs differ in shape from their inputs.
@@ -509,31 +513,31 @@ class _LayerTracer:
         self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         calls = self._calls.setdefault(path, [])
-        calls.append(_describe_structure((args, kwargs)))
+        calls.append(_make_comparable_structure((args, kwargs)))
         if path in self.skipped:
             first_path = self.skipped[path]
             if first_path in self._changing or calls != self._calls.get(first_path, [])[: len(calls)]:
-                self.unequal = path
-                raise _UnequalBlockError(path)
+                self.differing_block_path = path
+                raise _BlockDiffersFromFirstError(path)
             return args[0]
         with jax.named_scope(f"{LAYER}{path}"):
-            found = self._call_layer(path, function, args, kwargs)
+            found = self._call_unskipped_layer(path, function, args, kwargs)
             leaves, tree = jax.tree.flatten(found)
-            if not args or _describe_structure(found) != _describe_structure(args[0]):
+            if not args or _make_comparable_structure(found) != _make_comparable_structure(args[0]):
                 self._changing.add(path)
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
-            self.outputs[path] = [tuple(each.shape) for each in arrays]
+            self.output_shapes[path] = [tuple(each.shape) for each in arrays]
             if self.policy is None:
-                return jax.tree.unflatten(tree, [_mark_axes_unconstrained(each) for each in leaves])
+                return jax.tree.unflatten(tree, [_mark_layer_output(each) for each in leaves])
             return jax.tree.unflatten(tree, _constrain_output_leaves(leaves, self.policy, path))
 
-    def check_call_counts(self) -> None:
+    def check_call_counts_of_skipped_blocks(self) -> None:
         """Raise if a skipped block is not called as often as the first block of its stack."""
         for path, first_path in self.skipped.items():
             if len(self._calls.get(path, [])) != len(self._calls.get(first_path, [])):
-                raise _UnequalBlockError(path)
+                raise _BlockDiffersFromFirstError(path)
 
-    def _call_layer(
+    def _call_unskipped_layer(
         self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
         if not self.should_recompute(path):
@@ -550,8 +554,8 @@ class _LayerTracer:
             yield
 
 
-def _describe_structure(values: object) -> object:
-    """Return the tree structure of values with their leaves, arrays by shape and type, to compare calls of blocks."""
+def _make_comparable_structure(values: object) -> object:
+    """Return the tree structure and leaves of values, with arrays as shape and dtype, to compare calls of blocks."""
     leaves, tree = jax.tree.flatten(values)
     return tree, [
         (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else leaf
@@ -588,7 +592,7 @@ def _constrain_output_leaves(leaves: Sequence[Any], policy: LayoutPolicy, path: 
     return placed
 
 
-def _mark_axes_unconstrained(array: object) -> object:
+def _mark_layer_output(array: object) -> object:
     if not isinstance(array, jax.core.Tracer) or not array.ndim:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
@@ -596,7 +600,7 @@ def _mark_axes_unconstrained(array: object) -> object:
 
 
 def _cancel_negative_counts(num_calls: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
-    """Yield each collective with its number of calls. Collectives that differ only in cause cancel negative numbers.
+    """Yield collectives with numbers of calls. Subtract negative numbers from collectives with another cause.
 
     The extrapolated number of calls is negative if a collective has another cause in three blocks than in two. Then the
     number for the other cause is too high by as many calls.
@@ -613,16 +617,18 @@ def _cancel_negative_counts(num_calls: Mapping[Collective, int]) -> Iterator[tup
                 yield each, number - taken
 
 
-def _merge_repeated_layers(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return collectives in which equal ones of repeated layers are merged, with `*` for the layer's number."""
+def _merge_collectives_of_repeated_layers(collectives: Sequence[Collective]) -> list[Collective]:
+    """Merge equal collectives of repeated layers, with `*` for the layer's number. Return all collectives."""
     groups: dict[Any, list[Collective]] = {}
     for each in collectives:
-        cause = replace_numbers(each.cause)
+        cause = replace_numbers_with_stars(each.cause)
         key = each.kind, each.dims, each.tensor_bytes, cause, each.phase, each.group
         groups.setdefault(key, []).append(each)
     return [
         same[0]
         if len(same) == 1
-        else replace(same[0], calls=sum(each.calls for each in same), cause=replace_numbers(same[0].cause))
+        else replace(
+            same[0], calls=sum(each.calls for each in same), cause=replace_numbers_with_stars(same[0].cause)
+        )
         for same in groups.values()
     ]

@@ -45,7 +45,7 @@ workspace, and the most bytes of collectives of one kind that XLA combines.
 """
 
 
-def estimate_upper_bound(
+def estimate_memory_upper_bound(
     num_bytes: int,
     collectives: Iterable[Collective] = (),
     recomputes: bool = False,
@@ -65,7 +65,7 @@ def estimate_upper_bound(
 
 # XLA's scheduler puts operations that compute weight gradients last, so their operands stay in memory (decisions/0165).
 def order_gradients_last(ops: Sequence[Op]) -> list[Op]:
-    """Return operations in XLA's order: those that compute weight gradients after the backward pass, and updates last.
+    """Return operations in XLA's order: weight gradients follow the rest of the backward pass, then updates.
 
     XLA schedules from the last operation backward. It begins with the all-reduces of gradients, because only the update
     waits for them. So the products that compute gradients come last, and their operands stay in memory until then. If
@@ -92,14 +92,16 @@ def order_gradients_first(ops: Sequence[Op]) -> list[Op]:
     return _order_forward_first(ops, _find_backward_op_ids(ops), _find_gradient_op_ids(ops))
 
 
-def _order_forward_first(ops: Sequence[Op], backward: Set[int], late: Set[int] = frozenset()) -> list[Op]:
+def _order_forward_first(
+    ops: Sequence[Op], backward_ids: Set[int], gradient_ids: Set[int] = frozenset()
+) -> list[Op]:
     """Return operations with the forward pass first, and then each operation as soon as its operands exist.
 
-    Operations with ids in `late` precede others. A module's text has the results of a step one after another, each
-    after the operations that only it needs.
+    Operations with ids in `gradient_ids` precede others. A module's text has the results of a step one after another,
+    each after the operations that only it needs.
     """
     missing = {id(op): {id(v.producer) for v in op.operands if v.producer is not None} for op in ops}
-    eager = (backward | late) - _find_scalar_constant_ids(ops)
+    eager = (backward_ids | gradient_ids) - _find_scalar_constant_ids(ops)
     waiting = {id(op): op for op in ops if id(op) in eager and missing[id(op)] & eager}
     ordered: list[Op] = []
     for first in [op for op in sorted(ops, key=lambda op: id(op) in eager) if id(op) not in waiting]:
@@ -112,7 +114,7 @@ def _order_forward_first(ops: Sequence[Op], backward: Set[int], late: Set[int] =
             ):
                 missing[id(use)].discard(id(op))
                 if not missing[id(use)]:
-                    todo.insert(0 if id(use) in late else len(todo), waiting.pop(id(use)))
+                    todo.insert(0 if id(use) in gradient_ids else len(todo), waiting.pop(id(use)))
     return ordered
 
 
@@ -170,13 +172,13 @@ class BlockMemory:
         self.peaks: dict[tuple[str, str], int] = {}
         self.held_bytes: dict[tuple[str, str], Counter[object]] = {}
         self._held_inside: dict[int, Counter[object]] = {}
-        self.peak = self._compute_peak()
+        self.peak = self._compute_peak_bytes()
 
     def find_buffers(self, value: Value) -> tuple[Value, ...]:
         """Return the values in memory that a value is read from: itself, or those that it views or is fused with."""
         return self._roots.get(id(value), (value,))
 
-    def _compute_peak(self) -> int:
+    def _compute_peak_bytes(self) -> int:
         ops = self._ops
         last: dict[int, int] = {}
         made: dict[int, list[Value]] = {}
@@ -198,7 +200,7 @@ class BlockMemory:
                     copies[id(operand)] = Value(operand.shape, operand.dtype, operand.producer, operand.index)
                     made[number] = [*made[number], copies[id(operand)]]
                 last[id(copies[id(operand)])] = number
-            self._count_traffic(op, sources, op.results if op.name == "all_reduce" else new)
+            self._add_traffic_bytes(op, sources, op.results if op.name == "all_reduce" else new)
         ends: dict[int, list[int]] = {}
         for value_id, number in last.items():
             ends.setdefault(number, []).append(value_id)
@@ -210,18 +212,18 @@ class BlockMemory:
                 sizes[id(value)] = value.num_bytes
                 values[id(value)] = value
                 now += value.num_bytes
-            here = now + self._compute_inner_peak(op)
+            here = now + self._compute_inner_peak_bytes(op)
             peak = max(peak, here)
             key = (op.layer_path, "update" if op.is_update else "backward" if op.is_backward else "forward")
             if self._describe_value is not None and here > self.peaks.get(key, -1):
-                self.held_bytes[key] = self._describe_memory((values[each] for each in sizes), op)
+                self.held_bytes[key] = self._sum_bytes_by_description((values[each] for each in sizes), op)
             self.peaks[key] = max(self.peaks.get(key, 0), here)
             for value_id in ends.get(number, ()):
                 now -= sizes.pop(value_id, 0)
         return peak
 
-    def _describe_memory(self, values: Iterable[Value], op: Op) -> Counter[object]:
-        """Return the bytes in memory by description, with those at the peak inside a loop or branch."""
+    def _sum_bytes_by_description(self, values: Iterable[Value], op: Op) -> Counter[object]:
+        """Return a counter from descriptions to bytes: of values, and of those at the peak in a loop or branch."""
         assert self._describe_value is not None
         found = Counter[object]()
         for value in values:
@@ -237,7 +239,7 @@ class BlockMemory:
         if op.name == "while":
             return self._find_loop_result_buffers(op, result)
         if op.name in IN_PLACE:
-            return self._reuse_buffer(op.operands[0], result)
+            return self._choose_overwritten_buffer(op.operands[0], result)
         if op.name in FUSIBLE and not self._is_materialized(result) and not _is_stored_for_backward(op):
             return tuple(sources)
         return (result,)
@@ -246,13 +248,13 @@ class BlockMemory:
         operand, body = op.operands[result.index], op.blocks[-1]
         if body.return_values[result.index] is body.arguments[result.index]:
             return self.find_buffers(operand)
-        taken = self._reuse_buffer(operand, result)
+        taken = self._choose_overwritten_buffer(operand, result)
         # Several results of a loop may start from one operand, such as zeros. Only the first of them can reuse its
         # memory.
         is_first = all(each is not operand for each in op.operands[: result.index])
         return taken if is_first and not any(id(root) in self._kept for root in taken) else (result,)
 
-    def _reuse_buffer(self, operand: Value, result: Value) -> tuple[Value, ...]:
+    def _choose_overwritten_buffer(self, operand: Value, result: Value) -> tuple[Value, ...]:
         """Return the operand's buffer, which the result overwrites, or the result itself if the sizes differ."""
         roots = self.find_buffers(operand)
         return roots if len(roots) == 1 and roots[0].num_bytes == result.num_bytes else (result,)
@@ -266,7 +268,7 @@ class BlockMemory:
             for use in value.uses
         )
 
-    def _compute_inner_peak(self, op: Op) -> int:
+    def _compute_inner_peak_bytes(self, op: Op) -> int:
         found = 0
         for inner in op.blocks:
             if id(inner) not in self.inner_peaks:
@@ -280,17 +282,17 @@ class BlockMemory:
             found = max(found, self.inner_peaks[id(inner)])
         return found
 
-    def _count_traffic(self, op: Op, sources: list[Value], new: list[Value]) -> None:
-        if op.blocks or op.name == "return" or not new:
+    def _add_traffic_bytes(self, op: Op, sources: list[Value], new_values: list[Value]) -> None:
+        if op.blocks or op.name == "return" or not new_values:
             return
         if op.name in ("gather", "dynamic_slice"):
-            self.traffic += 2 * sum(value.num_bytes for value in new)
+            self.traffic += 2 * sum(value.num_bytes for value in new_values)
         else:
             # XLA either stores the operands or recomputes them from their sources, whichever means fewer bytes to read.
             # So count the smaller total.
             operands = {id(value): value for value in op.operands}.values()
             read = min(sum(value.num_bytes for value in values) for values in (sources, operands))
-            self.traffic += read + sum(value.num_bytes for value in new)
+            self.traffic += read + sum(value.num_bytes for value in new_values)
 
 
 def _find_padded_operands(op: Op) -> Sequence[Value]:
@@ -315,7 +317,7 @@ def _is_stored_for_backward(op: Op) -> bool:
 COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute"))
 
 
-def compute_both_memories(
+def compute_memory_per_order(
     block: Block, donated: Mapping[int, int], describe_value: Callable[[Value], object] | None = None
 ) -> tuple[BlockMemory, BlockMemory]:
     """Return the memory of a step without its arguments, in two orders: with weight gradients last, and first."""

@@ -24,9 +24,9 @@ from layoutmap.cost.jax.hlo import (
     COLLECTIVE_KINDS,
     SHAPE,
     Instruction,
-    convert_dtype_name,
+    convert_xla_dtype_name,
     find_first_device_group,
-    find_inner_computations,
+    list_called_computations,
     list_operand_names,
     list_permute_pairs,
     parse_computations,
@@ -51,7 +51,7 @@ _UNEQUAL = re.compile(
 """Attributes that may differ between two operations with equal results."""
 
 
-def parse_step(text: str, mesh: Mesh) -> Block:
+def parse_partitioned_step(text: str, mesh: Mesh) -> Block:
     """Return a module's entry computation as a block. Its collectives have the mesh dims over which they exchange."""
     bodies, entry = parse_computations(text)
     return _BlockReader(bodies, mesh).read_block(entry)
@@ -60,7 +60,7 @@ def parse_step(text: str, mesh: Mesh) -> Block:
 class _BlockReader:
     def __init__(self, bodies: Mapping[str, Sequence[Instruction]], mesh: Mesh):
         self._bodies = bodies
-        self._positions = _MeshPositions(mesh)
+        self._positions = _DevicePositions(mesh)
 
     def read_block(self, name: str, caller: Origin = ("", False, False, False)) -> Block:
         """Return a computation as a block. `caller` is the origin of the operation that runs the computation."""
@@ -82,7 +82,7 @@ class _BlockReader:
         for line in self._bodies[name]:
             if line.opcode == "parameter":
                 position = int(line.arguments.partition(")")[0])
-                last = operands[position] if operands else _make_values(line.shape)
+                last = operands[position] if operands else _make_values_of_shape(line.shape)
                 arguments[position] = last
             else:
                 last = self._read_operation(line, values, numbers, ops, caller)
@@ -110,7 +110,7 @@ class _BlockReader:
                 _read_attribute(line, r"(?:to_apply|calls)=%?([\w.\-]+)"), operands, {}, ops, origin
             )
         integers = [known.get(name) for name in names]
-        found = self._positions.evaluate_integers(line, integers)
+        found = self._positions.compute_integers_by_device(line, integers)
         if found is not None:
             known[line.name] = found
         kind, shape = line.opcode.removesuffix("-start"), line.shape
@@ -119,13 +119,12 @@ class _BlockReader:
                 1
             ]  # an asynchronous collective returns a tuple of its operand and its result
         line = line._replace(opcode=kind, shape=shape)
-        # XLA may combine several collectives into one that returns a tuple, so split it into one collective for each
-        # element.
+        # XLA may combine several collectives into one that returns a tuple, so split it into one per element.
         if kind in COLLECTIVE_KINDS and kind != "all-to-all" and shape.startswith("("):
             parts = zip(operands, _split_tuple_shape(shape), strict=True)
             return [
                 self._add_operation(
-                    line._replace(shape=part), [one], integers, _choose_origin(one, origin), ops
+                    line._replace(shape=part), [one], integers, _fill_empty_origin(one, origin), ops
                 )
                 for one, part in parts
             ]
@@ -134,7 +133,7 @@ class _BlockReader:
     def _add_operation(
         self, line: Instruction, operands: Sequence[Any], known: Sequence[Any], origin: Origin, ops: list[Op]
     ) -> Any:
-        result = _make_values(line.shape)
+        result = _make_values_of_shape(line.shape)
         op = Op(
             _OP_NAMES.get(line.opcode, line.opcode.replace("-", "_")),
             _flatten_values(operands),
@@ -154,7 +153,7 @@ class _BlockReader:
         if line.opcode in COLLECTIVE_KINDS:
             op.dims, op.group = self._positions.find_collective_dims_and_group_size(line.arguments)
         elif line.opcode == "dynamic-slice":
-            op.dims = self._positions.find_slice_dims(known[1:])
+            op.dims = self._positions.find_mesh_dims_with_different_slices(known[1:])
             op.name = "slice" if op.dims else op.name
         elif line.opcode == "dot":
             sizes = _read_attribute(line, r"lhs_contracting_dims=\{([\d,]*)\}").split(",")
@@ -166,8 +165,8 @@ class _BlockReader:
             op.flops = _count_library_call_flops(op, line)
         elif line.opcode in ("while", "conditional"):
             origin = op.layer_path, op.is_backward, op.is_update, op.is_fused
-            op.blocks += [self.read_block(name, origin) for name in find_inner_computations(line.arguments)]
-            op.trips = _count_loop_trips(op) if line.opcode == "while" else 1
+            op.blocks += [self.read_block(name, origin) for name in list_called_computations(line.arguments)]
+            op.trips = _count_loop_iterations(op) if line.opcode == "while" else 1
         op.metadata = _read_attribute(line, r"metadata=\{(.*?)\}")
         op.function = _read_attribute(line, r'op_name="[^"]*/(erfc?|erf_inv)"')
         values, _, attributes = line.arguments.partition(")")
@@ -176,7 +175,7 @@ class _BlockReader:
         op.key = None if is_alone else (constant, _UNEQUAL.sub("", attributes), line.shape)
 
 
-class _MeshPositions:
+class _DevicePositions:
     """Positions of devices on a mesh. They show over which dims devices exchange or take different slices."""
 
     def __init__(self, mesh: Mesh):
@@ -185,7 +184,7 @@ class _MeshPositions:
         self._coords = dict(zip(mesh.dim_names, np.unravel_index(self._devices, mesh.shape), strict=True))
 
     def find_collective_dims_and_group_size(self, attributes: str) -> tuple[tuple[str, ...], int]:
-        """Return a collective's mesh dims and group size, or 0 for groups of all devices along these dims."""
+        """Return a collective's mesh dims and group size. The size is 0 if groups have all devices along the dims."""
         if "source_target_pairs=" in attributes:
             ends = np.array(list_permute_pairs(attributes), int).reshape(-1, 2)
             dims = [dim for dim, at in self._coords.items() if (at[ends[:, 0]] != at[ends[:, 1]]).any()]
@@ -195,18 +194,18 @@ class _MeshPositions:
         is_all = len(group) == math.prod(map(self._mesh.dim_size, dims))
         return dims, 0 if is_all else len(group)
 
-    def find_slice_dims(self, offsets: Sequence[Integers]) -> tuple[str, ...]:
+    def find_mesh_dims_with_different_slices(self, offsets_by_axis: Sequence[Integers]) -> tuple[str, ...]:
         """Return the mesh dims along which slices differ, from each axis's offsets on all devices (None: unknown)."""
         found: list[str] = []
-        for at in offsets:
+        for at in offsets_by_axis:
             if at is None or len(at) != self._mesh.size:
                 continue
             at = at.reshape(self._mesh.shape)
             found += [d for n, d in enumerate(self._mesh.dim_names) if (at != at.take([0], n)).any()]
         return tuple(dim for dim in self._mesh.dim_names if dim in found)
 
-    def evaluate_integers(self, line: Instruction, values: Sequence[Any]) -> Integers:
-        """Return the integers that an operation computes, by device, or None if they are unknown."""
+    def compute_integers_by_device(self, line: Instruction, values: Sequence[Any]) -> Integers:
+        """Return an array of the integers that an operation computes on each device, or None if they are unknown."""
         if line.opcode == "partition-id":
             return self._devices
         if line.opcode == "constant":
@@ -269,8 +268,8 @@ def _read_origin(line: Instruction, caller: Origin) -> Any:
     return tuple(own or outer for own, outer in zip(found, caller, strict=True)) if caller else found
 
 
-def _choose_origin(value: Value, origin: Origin) -> Origin:
-    """Return `origin`. If it is empty, as that of combined collectives, return the origin of the maker of `value`."""
+def _fill_empty_origin(value: Value, origin: Origin) -> Origin:
+    """Return `origin`. If it is empty, as for combined collectives, return the origin of the producer of `value`."""
     op = value.producer
     return origin if any(origin) or op is None else (op.layer_path, op.is_backward, op.is_update, op.is_fused)
 
@@ -280,7 +279,7 @@ def _read_attribute(line: Instruction, pattern: str) -> str:
     return found[1] if found else ""
 
 
-def _count_loop_trips(op: Op) -> int:
+def _count_loop_iterations(op: Op) -> int:
     """Return the iterations of a loop that compares a counter with a constant, or 1 for other loops."""
     block = op.blocks[-2]  # the condition of the loop, as the body is the last block
     root = block.return_values[0].producer
@@ -303,13 +302,13 @@ def _parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in found[2].split(",") if n) if found else ()
 
 
-def _make_values(shape: str) -> Any:
+def _make_values_of_shape(shape: str) -> Any:
     """Return a new value of a shape in HLO's notation, or a list of values for a tuple."""
     if not shape.startswith("("):
         found = SHAPE.search(shape)
         # If the text is no shape, the value is a token, so return a value without elements.
-        return Value(_parse_shape(shape), convert_dtype_name(found[1])) if found else Value((0,), "bool")
-    return [_make_values(each) for each in _split_tuple_shape(shape)]
+        return Value(_parse_shape(shape), convert_xla_dtype_name(found[1])) if found else Value((0,), "bool")
+    return [_make_values_of_shape(each) for each in _split_tuple_shape(shape)]
 
 
 def _split_tuple_shape(shape: str) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from layoutmap.cost.jax.compiler_process import MODULE, answer_and_exit, answer_from_dump_file
+from layoutmap.cost.jax.compiler_process import MODULE, answer_from_dump_file, answer_parent_and_exit
 
 _MOST_SECONDS = 10  # longest time to wait for XLA's dump after compilation
 _MOST_DEVICES = 2048
@@ -23,16 +23,16 @@ ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_C
 # XLA's partitioner chooses the collectives, so they are counted in its output, not predicted (decisions/0156).
 def main(num_devices: str) -> None:
     """Partition the module in the current folder, write the result to stdout, and end this process."""
-    with answer_and_exit() as answer:
+    with answer_parent_and_exit() as answer:
         # With one device, XLA does not partition the module, so the answer is the module before optimization.
         dump_name = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
 
-        answer_from_dump_file(answer, dump_name, _read_complete_file)
+        answer_from_dump_file(answer, dump_name, _read_file_if_complete)
         _compile_module(Path(MODULE).read_bytes(), int(num_devices))
         time.sleep(_MOST_SECONDS)
 
 
-def _read_complete_file(file: Path) -> str:
+def _read_file_if_complete(file: Path) -> str:
     """Return the module in a file, or "" if the file is not yet complete."""
     text = file.read_text()
     return text if "\nENTRY" in text and text.rstrip().endswith("\n}") else ""
@@ -42,8 +42,7 @@ def _compile_module(module: bytes, num_devices: int) -> None:
     import numpy as np
     from jaxlib import xla_client
 
-    # The client supports only 2,048 devices. The module is never run, so one device may stand for several devices of a
-    # mesh.
+    # The client supports 2,048 devices. The module never runs, so one device may stand for several of the mesh.
     client = xla_client.make_cpu_client(num_devices=min(num_devices, _MOST_DEVICES))
     options = xla_client.CompileOptions()
     options.num_partitions = num_devices

@@ -12,26 +12,26 @@ import jax.numpy as jnp
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.adapters.jax.session import JaxSession
-from layoutmap.adapters.jax.slots import StateLeaf, describe_slots
+from layoutmap.adapters.jax.slots import OptimizerLeaf, describe_slots
 from layoutmap.adapters.jax.training import (
     TrainState,
     call_model,
-    split_batch,
+    split_into_inputs_and_targets,
     unwrap_and_split,
-    unwrap_model,
+    unwrap_train_state,
 )
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, join_names, shorten_repr
 from layoutmap.core.steps import BatchArray, Key, StepTracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.cost.jax.equal_blocks import describe_attributes, find_equal_blocks
+from layoutmap.cost.jax.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
 _RECOMPUTE = "In flax.nnx: write @nnx.remat above the __call__ of their class."
 _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weights, and there are no slots"
 
 
-def describe_step(
+def describe_training_step(
     session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
     """Return the training step of a model. `optimizer` and `loss` take precedence over those of `train_with`.
@@ -42,13 +42,13 @@ def describe_step(
     state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
     step = _CountedStep(state, specs, inputs, optimizer or state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
-    module, blocks, how_to_recompute = unwrap_model(model), list[list[str]](), ""
+    module, blocks, how_to_recompute = unwrap_train_state(model), list[list[str]](), ""
     if is_nnx_module(module):
         from layoutmap.adapters.jax import nnx
 
-        blocks = find_equal_blocks(specs, nnx.list_layers(module), describe_attributes)
+        blocks = find_stacks_of_equal_blocks(specs, nnx.list_layers(module), make_comparable_attributes)
         how_to_recompute = _RECOMPUTE
-    name, run = type(module).__name__, step.compute_new_values
+    name, run = type(module).__name__, step.compute_step_results
     return TrainingStep(name, [*specs, *step.slots], step.batch, blocks, run, notes, how_to_recompute)
 
 
@@ -89,7 +89,7 @@ class _CountedStep:
         self.optimizer = optimizer
         has_targets = loss is None and state.loss is not None
         input_tree = inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,)
-        batch_trees = split_batch(inputs, state) if has_targets else (input_tree, ())
+        batch_trees = split_into_inputs_and_targets(inputs, state) if has_targets else (input_tree, ())
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(batch_trees)
         for _, leaf in leaves:
             _check_is_array(inputs, leaf)
@@ -105,17 +105,17 @@ class _CountedStep:
         ]
         self.slots: list[VariableSpec] = []
         if optimizer is not None:
-            self.slots, _ = self._describe_slots(self._trained)
+            self.slots, _ = self._make_slot_specs_and_state_tree(self._trained)
 
-    def _describe_slots(self, trained_keys: Sequence[Key]) -> tuple[list[VariableSpec], Any]:
+    def _make_slot_specs_and_state_tree(self, trained_keys: Sequence[Key]) -> tuple[list[VariableSpec], Any]:
         """Return the specs of the optimizer's slots for these weights, and the tree structure of its state."""
         weights = {s.path: s for s in self._specs if s.key in trained_keys}
         shapes = {path: jax.ShapeDtypeStruct(s.shape, s.dtype) for path, s in weights.items()}
         found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.optimizer.init, shapes))
-        leaves = [StateLeaf(tuple(map(format_key, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
+        leaves = [OptimizerLeaf(tuple(map(format_key, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
         return describe_slots({(path,): s for path, s in weights.items()}, leaves), tree
 
-    def compute_new_values(
+    def compute_step_results(
         self, tracer: StepTracer, values: Mapping[Key, jax.Array], batch: Sequence[jax.Array]
     ) -> Mapping[Key, jax.Array]:
         """Return the values of the variables after a step, and the loss under the key `("", "loss")`."""
@@ -129,7 +129,7 @@ class _CountedStep:
             if is_nnx_module(model):
                 from layoutmap.adapters.jax import nnx
 
-                nnx.trace_outputs(model, tracer)
+                nnx.report_calls_to_tracer(model, tracer)
             output = call_model(model, self._state.forward, inputs)
             after = dict(
                 zip(
@@ -146,7 +146,7 @@ class _CountedStep:
         with tracer.mark_optimizer_update():
             if self.optimizer is None:
                 return after | {key: weights[key[1]] - gradients[key[1]] for key in trained}
-            slots, tree = self._describe_slots(trained)
+            slots, tree = self._make_slot_specs_and_state_tree(trained)
             state = jax.tree.unflatten(tree, [values[slot.key] for slot in slots])
             updates, state = self.optimizer.update(gradients, state, weights)
             new = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)

@@ -59,7 +59,7 @@ def _merge_summed_reductions(block: Block) -> None:
         if len(makers) != 2 or makers[0] is None or makers[1] is None or makers[0] is makers[1]:
             continue
         reductions = [each for each in makers if each is not None and _is_reduction_used_only_by(op, each)]
-        if len(reductions) != 2 or _describe_reduction(reductions[0]) != _describe_reduction(reductions[1]):
+        if len(reductions) != 2 or _make_reduction_key(reductions[0]) != _make_reduction_key(reductions[1]):
             continue
         first = reductions[0]
         for each in reductions:
@@ -119,7 +119,7 @@ def _is_reduction_used_only_by(op: Op, producer: Op) -> bool:
     return producer.name in ("all_reduce", "reduce_scatter") and producer.results[0].uses == [op]
 
 
-def _describe_reduction(op: Op) -> object:
+def _make_reduction_key(op: Op) -> object:
     return op.name, op.dims, op.group, op.operands[0].shape, op.results[0].shape
 
 

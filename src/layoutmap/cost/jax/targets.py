@@ -47,11 +47,11 @@ class Target:
     config: str = ""  # XLA's description of a GPU, as protobuf text
     chip: str = ""  # name of a TPU chip, such as "v5p"
 
-    def choose_sides(self, num_devices: int) -> list[int]:
+    def choose_tpu_slice_sides(self, num_devices: int) -> list[int]:
         """Return the sides of a TPU slice with `num_devices` chips, as close to a cube or a square as possible.
 
         Example:
-            >>> TARGETS["v5p"].choose_sides(256), TARGETS["v5e"].choose_sides(24)
+            >>> TARGETS["v5p"].choose_tpu_slice_sides(256), TARGETS["v5e"].choose_tpu_slice_sides(24)
             ([8, 8, 4], [6, 4])
         """
         sides = [1, 1] if self.chip in ("v5e", "v6e") else [1, 1, 1]
@@ -108,14 +108,14 @@ TARGETS = {
 """The devices that XLA can compile for, by name."""
 
 
-def is_gpu(name: str) -> bool:
+def is_gpu_target(name: str) -> bool:
     """Return whether `name` is the name of a GPU in `TARGETS`."""
     return name in TARGETS and TARGETS[name].platform == "cuda"
 
 
 def has_gpu_compiler(name: str) -> bool:
     """Return whether `name` is the name of a GPU in `TARGETS`, and XLA's compiler for GPUs is installed."""
-    return is_gpu(name) and any(map(_is_installed, TARGETS[name].modules))
+    return is_gpu_target(name) and any(map(_is_installed, TARGETS[name].modules))
 
 
 def _is_installed(module: str) -> bool:

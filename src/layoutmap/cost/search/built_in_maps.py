@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.specs import Specs
 from layoutmap.cost.search.groups import VariableGroup, map_biases_to_kernels
-from layoutmap.cost.search.options import REPLICATED, MeshRoles, Option, get_specs, make_group_specs
+from layoutmap.cost.search.options import REPLICATED, LayoutOption, MeshRoles, get_specs, make_group_specs
 from layoutmap.cost.search.space import BlockStack, GroupLayouts, SearchedModel
 from layoutmap.plan.lint.weights import is_attention_output_name
 from layoutmap.plan.planner import make_plan_table
@@ -28,9 +28,9 @@ class BuiltInMap:
     output_specs: Mapping[BlockStack, Specs | None]
 
 
-def _make_preset_rules(name: str, roles: MeshRoles, *, fsdp: bool = False) -> RuleSet:
+def _make_preset_rules(preset_name: str, roles: MeshRoles, *, fsdp: bool = False) -> RuleSet:
     fsdp_dim = roles.data_dim if fsdp else None
-    fields = presets.read_preset(name, roles.mesh, roles.model_dim, fsdp_dim, roles.batch_dim)
+    fields = presets.read_preset(preset_name, roles.mesh, roles.model_dim, fsdp_dim, roles.batch_dim)
     made = RuleSet(roles.mesh, activations=fields.activations, rest="replicated")
     for pattern, specs in fields.rules.items():
         made.add(pattern, specs, uneven="shrink" if roles.model_dim else fields.uneven_rules.get(pattern))
@@ -51,19 +51,21 @@ def iterate_built_in_maps(
     sharded over each dim.
     """
     dim = roles.batch_dim
-    batch = {b: (dim, *(None,) * (len(b.shape) - 1)) if dim else None for b in model.free_blocks}
-    free = dict.fromkeys(model.free_blocks)
+    batch = {b: (dim, *(None,) * (len(b.shape) - 1)) if dim else None for b in model.searched_blocks}
+    free = dict.fromkeys(model.searched_blocks)
     biases = map_biases_to_kernels(model.groups)
     kernels = [group for group in model.groups if group.rank > 1 and group not in biases]
     found: list[tuple[str, GroupLayouts, Mapping[BlockStack, Specs | None]]] = []
     if roles.model_dim is None:
         found.append(("data parallel", {}, free))
         if roles.data_dim:
-            every = {group: make_group_specs(group, Option(shards_data_dim=True), roles) for group in kernels}
+            every = {
+                group: make_group_specs(group, LayoutOption(shards_data_dim=True), roles) for group in kernels
+            }
             found.append(("fully sharded", every, batch))
             for role in ("in", "out"):
                 layouts = {
-                    g: _make_axis_specs(g, g.find_axes(role), roles.data_dim, roles) or every[g]
+                    g: _make_one_axis_specs(g, g.find_axes(role), roles.data_dim, roles) or every[g]
                     for g in kernels
                 }
                 found.append((f"fully sharded, {role}put axes", layouts, batch))
@@ -73,32 +75,33 @@ def iterate_built_in_maps(
             yield from _iterate_preset_map(f"{name} (preset {preset})", model, roles, preset, fsdp)
             continue
         layouts = {
-            g: make_group_specs(g, Option(choose_megatron_option(g).model_axis, fsdp), roles) for g in kernels
+            g: make_group_specs(g, LayoutOption(choose_megatron_option(g).model_axis, fsdp), roles)
+            for g in kernels
         }
         found.append((name, layouts, batch if fsdp else free))
         alternating = {
-            g: make_group_specs(g, Option(axis, fsdp), roles)
-            for g, axis in _choose_alternating_axes(model, kernels)
+            g: make_group_specs(g, LayoutOption(axis, fsdp), roles)
+            for g, axis in _iterate_alternating_axes(model, kernels)
         }
         found.append((f"{name}, alternating", {**layouts, **alternating}, batch if fsdp else free))
     for dim in (roles.data_dim, roles.model_dim):
-        tables = {g: _make_axis_specs(g, g.find_axes("rows"), dim, roles) for g in kernels}
-        found.append((f"rows of tables over {dim}", _drop_unsharded_specs(tables), free))
+        tables = {g: _make_one_axis_specs(g, g.find_axes("rows"), dim, roles) for g in kernels}
+        found.append((f"rows of tables over {dim}", _drop_unsharded_layouts(tables), free))
         banks = {
-            g: _make_axis_specs(g, (0,), dim, roles)
+            g: _make_one_axis_specs(g, (0,), dim, roles)
             for g in kernels
             if g.rank > 2 and 0 not in g.find_axes("in")
         }
-        found.append((f"experts over {dim}", _drop_unsharded_specs(banks), free))
+        found.append((f"experts over {dim}", _drop_unsharded_layouts(banks), free))
     known: set[object] = set()
     for name, layouts, blocks in found:
-        key = frozenset(_drop_unsharded_specs(layouts).items()), frozenset(blocks.items())
+        key = frozenset(_drop_unsharded_layouts(layouts).items()), frozenset(blocks.items())
         if key not in known and (layouts or name == "data parallel"):
             yield BuiltInMap(name, roles, model.make_layout_map(roles, layouts, blocks), layouts, blocks)
         known.add(key)
 
 
-def _make_axis_specs(
+def _make_one_axis_specs(
     group: VariableGroup, axes: Sequence[int], dim: str | None, roles: MeshRoles
 ) -> Specs | None:
     """Return specs that shard the first of `axes` that `dim` can shard evenly, or None without such an axis."""
@@ -110,15 +113,15 @@ def _make_axis_specs(
     return None
 
 
-def _drop_unsharded_specs(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
+def _drop_unsharded_layouts(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
     """Return only the layouts that shard an axis."""
     return {group: specs for group, specs in layouts.items() if specs is not None and any(specs)}
 
 
-def _choose_alternating_axes(
+def _iterate_alternating_axes(
     model: SearchedModel, kernels: Sequence[VariableGroup]
 ) -> Iterator[tuple[VariableGroup, int]]:
-    """Yield each group of dense kernels with its axis to shard, in model order alternately the output and the input."""
+    """Yield groups of dense kernels with the axis to shard: in model order, alternately the output and the input."""
     positions = {variable.path: position for position, variable in enumerate(model.variables)}
     dense = [
         g for g in kernels if g.rank == 2 and g.find_axes("in") and g.find_axes("out") and g.head_size is None
@@ -149,7 +152,7 @@ def make_built_in_map(name: str, model: SearchedModel, roles: MeshRoles, layout_
     """
     table = make_plan_table(model.variables, layout_map, complete=False).check()
     layouts = {group: get_specs(table[group.paths[0]].layout) for group in model.groups}
-    blocks = {b: _get_output_specs(layout_map, b) for b in model.free_blocks}
+    blocks = {b: _get_output_specs(layout_map, b) for b in model.searched_blocks}
     return BuiltInMap(name, roles, layout_map, layouts, blocks)
 
 
@@ -160,24 +163,24 @@ def _get_output_specs(layout_map: RuleSet, blocks: BlockStack) -> Specs | None:
     return get_specs(layout)
 
 
-def choose_megatron_option(group: VariableGroup) -> Option:
+def choose_megatron_option(group: VariableGroup) -> LayoutOption:
     """Return a group's layout in Megatron's split: widening layers shard their outputs, narrowing layers their inputs.
 
     A head of attention stays on one device, and a table is sharded along its rows. Other groups are replicated.
     """
     inside, outside, rows = (group.find_axes(role) for role in ("in", "out", "rows"))
     if rows:
-        return Option(rows[0])
+        return LayoutOption(rows[0])
     if not (inside and outside):
         return REPLICATED
     name = re.sub(r"\d+", "", group.paths[0].split(".")[-2]) if "." in group.paths[0] else ""
     if len(outside) > len(inside):
-        return Option(outside[0])
+        return LayoutOption(outside[0])
     if len(inside) > len(outside):
-        return Option(inside[0])
+        return LayoutOption(inside[0])
     shape = group.shape
     widens, narrows = shape[inside[0]] < shape[outside[0]], shape[inside[0]] > shape[outside[0]]
     if group.head_size:
         widens = not is_attention_output_name(name)
         narrows = not widens
-    return Option(outside[0]) if widens else Option(inside[0]) if narrows else REPLICATED
+    return LayoutOption(outside[0]) if widens else LayoutOption(inside[0]) if narrows else REPLICATED

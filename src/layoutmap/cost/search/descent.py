@@ -38,13 +38,13 @@ class RankingKeyCache:
         return self.keys_by_point[point]
 
     @property
-    def best(self) -> Point:
+    def best_point(self) -> Point:
         """Point with the smallest key so far, the first one if several have it."""
         return min(self.keys_by_point, key=self.keys_by_point.__getitem__)
 
 
 def find_minimum(
-    sizes: Sequence[int],
+    num_choices: Sequence[int],
     compute_key: Callable[[Point], RankingKey],
     starts: Iterable[Point],
     *,
@@ -54,8 +54,8 @@ def find_minimum(
 ) -> Point:
     """Return the point with the smallest key that coordinate descent finds in at most `max_evaluations` evaluations.
 
-    `sizes` has the number of choices of each coordinate. The search descends from `starts` and from `restarts` random
-    points. If evaluations suffice, no change of one coordinate improves the result.
+    `num_choices` has the number of choices of each coordinate. The search descends from `starts` and from `restarts`
+    random points. If evaluations suffice, no change of one coordinate improves the result.
 
     Raises:
         BudgetSpent: `max_evaluations` is 0.
@@ -66,28 +66,30 @@ def find_minimum(
     """
     key_cache, rng = RankingKeyCache(compute_key, max_evaluations), random.Random(seed)
     try:
-        if math.prod(sizes) <= max_evaluations:
-            for point in itertools.chain(starts, itertools.product(*map(range, sizes))):
+        if math.prod(num_choices) <= max_evaluations:
+            for point in itertools.chain(starts, itertools.product(*map(range, num_choices))):
                 key_cache(tuple(point))
-            return key_cache.best
-        random_starts = (tuple(rng.randrange(size) for size in sizes) for _ in range(restarts))
+            return key_cache.best_point
+        random_starts = (tuple(rng.randrange(size) for size in num_choices) for _ in range(restarts))
         for start in itertools.chain(starts, random_starts):
-            _descend_from(tuple(start), sizes, key_cache, rng)
+            _descend_from(tuple(start), num_choices, key_cache, rng)
     except BudgetSpent:
         if not key_cache.keys_by_point:
             raise
-    return key_cache.best
+    return key_cache.best_point
 
 
-def _descend_from(point: Point, sizes: Sequence[int], key_cache: RankingKeyCache, rng: random.Random) -> None:
+def _descend_from(
+    point: Point, num_choices: Sequence[int], key_cache: RankingKeyCache, rng: random.Random
+) -> None:
     """Change one coordinate at a time to its best choice, until no change helps. The result is in `key_cache`."""
     key_cache(point)
-    coordinates = [n for n, size in enumerate(sizes) if size > 1]
+    coordinates = [n for n, size in enumerate(num_choices) if size > 1]
     rng.shuffle(coordinates)
     unchanged = 0
     for n in itertools.cycle(coordinates):
         # Put the current choice first, because `min` returns the first of the choices with equal keys.
-        choices = sorted(range(sizes[n]), key=lambda c: c != point[n])
+        choices = sorted(range(num_choices[n]), key=lambda c: c != point[n])
         best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=key_cache)
         unchanged = unchanged + 1 if best == point else 0
         point = best

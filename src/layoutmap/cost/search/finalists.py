@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.core.text_table import format_bytes
-from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_candidate, is_better
-from layoutmap.cost.verified import TooLargeError, Verified
+from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_best_candidate, is_better
+from layoutmap.cost.verified import StepTooLargeError, Verified
 
 _OTHERS = 2  # number of maps to compile besides the best one
 _ERROR = 0.05  # relative error of estimated step times
@@ -31,8 +31,7 @@ def choose_best_compiled_map(
     is_complete = outcome.is_complete
     try:
         for each in (outcome.best, *outcome.runners_up[:_OTHERS], *outcome.built_in_maps):
-            # Skip a map that would be slower than the fastest one even if its estimate were twice the largest error too
-            # high.
+            # Skip a map that is slower than the fastest one even if its estimate is too high by twice the error.
             if each.cost is None or each.cost_key in compiled:
                 continue
             if each.cost.seconds * (1 - 2 * error) > fastest:
@@ -54,7 +53,7 @@ def choose_best_compiled_map(
             fix="pass verify=False to skip the compiler, or verify=True to see the compiler's whole error",
         )
         warnings.warn(warning, stacklevel=2)
-    chosen = choose_candidate(list(compiled.values()))
+    chosen = choose_best_candidate(list(compiled.values()))
     if chosen is None or chosen.missing_bytes:
         return replace(outcome, is_complete=is_complete)
     compiled_built_in = ((each, compiled.get(each.cost_key, each)) for each in outcome.built_in_maps)
@@ -114,7 +113,7 @@ def choose_first_map_that_fits(
             if verified.peak_bytes <= max_bytes:
                 return found, verified
             needed.append(replace(best, compiled_bytes=verified.peak_bytes))
-        except TooLargeError as error:
+        except StepTooLargeError as error:
             needed.append(replace(best, compiled_bytes=max(error.peak_bytes, max_bytes + 1)))
         except KeyboardInterrupt:
             return replace(found, is_complete=False), None

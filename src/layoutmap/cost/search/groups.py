@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.variables import Kind, VariableSpec
 
 _SMALL = 0.001  # the search chooses no layout for a group with less than this share of all bytes
@@ -32,9 +32,9 @@ class VariableGroup:
         return len(self.shape)
 
     @cached_property
-    def split_layer_path(self) -> tuple[str, ...]:
+    def layer_path_parts(self) -> tuple[str, ...]:
         """Path of the layer, split at its numbers, so that it is equal for repeated layers."""
-        return split_at_numbers(self.paths[0].rpartition(".")[0])
+        return split_path_at_numbers(self.paths[0].rpartition(".")[0])
 
     def can_shard(self, axis: int, num_shards: int, *, whole_heads: bool = False) -> bool:
         """Return whether an axis has `num_shards` equal shards, without split attention heads if `whole_heads`."""
@@ -54,7 +54,7 @@ class VariableGroup:
         inside, outside = (math.prod(self.shape[a] for a in self.find_axes(role)) for role in ("in", "out"))
         if self.rank > 2:  # heads have an axis of their own, so groups with equal roles have equal choices
             return (self.roles,)
-        how = (inside > outside) - (inside < outside) or (self.split_layer_path[-1], self.parity)
+        how = (inside > outside) - (inside < outside) or (self.layer_path_parts[-1], self.parity)
         return (self.roles, self.head_size is None, how)
 
 
@@ -69,7 +69,7 @@ def group_variables(variables: Iterable[VariableSpec]) -> tuple[VariableGroup, .
     found: dict[tuple[object, ...], list[VariableSpec]] = {}
     for variable in variables:
         if variable.kind in (Kind.WEIGHT, Kind.STATE) and not variable.is_derived and variable.rule_shape:
-            key = split_at_numbers(variable.path), variable.rule_shape, _compute_item_parity(variable)
+            key = (split_path_at_numbers(variable.path), variable.rule_shape, _get_index_parity(variable))
             found.setdefault(key, []).append(variable)
     return tuple(_make_variable_group(each) for each in found.values())
 
@@ -77,7 +77,7 @@ def group_variables(variables: Iterable[VariableSpec]) -> tuple[VariableGroup, .
 _ITEM = re.compile(r"(\d+)\.[^.]+$")
 
 
-def _compute_item_parity(variable: VariableSpec) -> int | None:
+def _get_index_parity(variable: VariableSpec) -> int | None:
     item = _ITEM.search(variable.path)
     return int(item[1]) % 2 if item and variable.use else None
 
@@ -91,7 +91,7 @@ def _make_variable_group(variables: Sequence[VariableSpec]) -> VariableGroup:
         roles,
         sum(v.global_bytes for v in variables),
         head_size,
-        _compute_item_parity(variables[0]),
+        _get_index_parity(variables[0]),
     )
 
 
@@ -111,12 +111,12 @@ def select_searched_groups(groups: Sequence[VariableGroup]) -> tuple[tuple[Varia
 def map_biases_to_kernels(groups: Sequence[VariableGroup]) -> Mapping[VariableGroup, VariableGroup]:
     """Map each group of biases to the group of kernels that belong to the same layers."""
     kernels = {
-        (group.split_layer_path, group.parity): group
+        (group.layer_path_parts, group.parity): group
         for group in groups
         if group.find_axes("in") and group.find_axes("out")
     }
     return {
-        group: kernels[group.split_layer_path, group.parity]
+        group: kernels[group.layer_path_parts, group.parity]
         for group in groups
-        if group.roles and not group.find_axes("in") and (group.split_layer_path, group.parity) in kernels
+        if group.roles and not group.find_axes("in") and (group.layer_path_parts, group.parity) in kernels
     }

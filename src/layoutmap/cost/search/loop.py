@@ -90,7 +90,7 @@ class SearchOutcome:
         return len(self.maps)
 
 
-class _LimitedSearch:
+class _BudgetedSearch:
     def __init__(
         self, evaluate: EvaluateFn, max_bytes: int, max_maps: int, on_tried: OnTried, recomputes: bool = False
     ):
@@ -102,12 +102,12 @@ class _LimitedSearch:
         self.built_in_maps: list[Candidate] = []
 
     @property
-    def maps(self) -> Set[str]:
+    def tried_yaml_texts(self) -> Set[str]:
         """YAML of the maps that were tried."""
         return self._known.keys()
 
     @property
-    def num_left(self) -> int:
+    def num_maps_left(self) -> int:
         """Number of maps that may still be tried."""
         return self._most - len(self._known)
 
@@ -115,7 +115,7 @@ class _LimitedSearch:
         """Return a map with its cost. Raise `BudgetSpent` for a new map after `max_maps` maps."""
         key = layout_map.to_yaml()
         if key not in self._known:
-            if not self.num_left and self._known:
+            if not self.num_maps_left and self._known:
                 raise BudgetSpent
             cost, why_not = None, ""
             try:
@@ -129,20 +129,20 @@ class _LimitedSearch:
             self._on_tried(len(self._known), self._fastest)
         return self._known[key]
 
-    def choose_best(self) -> Candidate | None:
-        """Return the best map, or None. Different layouts for similar groups must be better by more than `TIE`."""
+    def choose_best_map(self) -> Candidate | None:
+        """Return the best map, or None. Unequal layouts of similar groups must be better by more than `TIE`."""
         tried = list(self._known.values())
         shared, separate = (
-            choose_candidate(tried[: self._num_alike]),
+            choose_best_candidate(tried[: self._num_alike]),
             tried[self._num_alike :] if self._num_alike else [],
         )
         if shared is None or not separate:
             return shared
         fastest = min(separate, key=lambda candidate: candidate.ranking_key)
-        return choose_candidate([shared, *separate]) if is_better(fastest, shared) else shared
+        return choose_best_candidate([shared, *separate]) if is_better(fastest, shared) else shared
 
     @property
-    def candidates(self) -> Sequence[Candidate]:
+    def tried_candidates(self) -> Sequence[Candidate]:
         """All maps that were tried."""
         return list(self._known.values())
 
@@ -173,43 +173,43 @@ class _LimitedSearch:
             space = LayoutSpace(model, roles, extra_layouts=[(e.layouts, e.output_specs) for e in on_mesh])
             # Meshes with the best built-in maps come first, so give each mesh half of the maps that are left, and the
             # last one all.
-            max_maps = self.num_left if position == len(meshes) - 1 else self.num_left // 2
+            max_maps = self.num_maps_left if position == len(meshes) - 1 else self.num_maps_left // 2
             if max_maps < 1:
                 break
             starts = [space.find_point(e.layouts, e.output_specs) for e in on_mesh]
-            compute_key = self._make_key_function(space)
-            point = find_minimum(space.sizes, compute_key, starts, max_evaluations=max_maps, seed=seed)
+            compute_key = self._make_ranking_key_function(space)
+            point = find_minimum(space.num_choices, compute_key, starts, max_evaluations=max_maps, seed=seed)
             point = self._drop_needless_rules(space, point)
             ends.append((compute_key(point), space, point))
         if ends:
             _, space, point = min(ends, key=lambda end: end[0])
-            self._separate_groups(space, point, seed)
+            self._try_separate_layouts(space, point, seed)
 
-    def _make_key_function(self, space: LayoutSpace) -> Callable[[Point], RankingKey]:
+    def _make_ranking_key_function(self, space: LayoutSpace) -> Callable[[Point], RankingKey]:
         return lambda point: self.evaluate_map(_SEARCHED, space.make_layout_map(point)).ranking_key
 
     def _drop_needless_rules(self, space: LayoutSpace, point: Point) -> Point:
         """Return the point with each group at its first choice, which needs no rule, where that is not worse."""
-        compute_key = self._make_key_function(space)
+        compute_key = self._make_ranking_key_function(space)
         for n, choice in enumerate(point):
             simpler = (*point[:n], 0, *point[n + 1 :])
-            if choice and self.num_left and compute_key(simpler) <= compute_key(point):
+            if choice and self.num_maps_left and compute_key(simpler) <= compute_key(point):
                 point = simpler
         return point
 
-    def _separate_groups(self, space: LayoutSpace, point: Point, seed: int) -> None:
+    def _try_separate_layouts(self, space: LayoutSpace, point: Point, seed: int) -> None:
         """Try maps in which similar groups may have different layouts, until the budget is used."""
         layouts, blocks = space.get_layouts(point)
         untied = LayoutSpace(space.model, space.roles, tie_similar=False, extra_layouts=[(layouts, blocks)])
-        if len(untied.sizes) == len(space.sizes) or self.num_left < 1:
+        if len(untied.num_choices) == len(space.num_choices) or self.num_maps_left < 1:
             return
         start = untied.find_point(layouts, blocks)
         self._num_alike = len(self._known)
-        compute_key = self._make_key_function(untied)
-        find_minimum(untied.sizes, compute_key, [start], max_evaluations=self.num_left, seed=seed)
+        compute_key = self._make_ranking_key_function(untied)
+        find_minimum(untied.num_choices, compute_key, [start], max_evaluations=self.num_maps_left, seed=seed)
 
 
-def choose_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
+def choose_best_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the map with the least memory among the maps that fit and are at most 1 % slower than the fastest.
 
     If several need at most 1 % more memory than the smallest, it has the fewest rules of them. If no map fits, return
@@ -254,12 +254,12 @@ def search_maps(
         KeyboardInterrupt: The search was interrupted before any map was tried.
     """
     built_in_maps, is_complete = tuple(built_in_maps), True
-    usual = _LimitedSearch(evaluate, max_bytes, max_maps, on_tried)
+    usual = _BudgetedSearch(evaluate, max_bytes, max_maps, on_tried)
 
     def show_progress(_: int, best: Candidate) -> None:
-        on_tried(len(usual.maps | remat.maps), best)
+        on_tried(len(usual.tried_yaml_texts | remat.tried_yaml_texts), best)
 
-    remat = _LimitedSearch(evaluate_remat or evaluate, max_bytes, max_maps, show_progress, True)
+    remat = _BudgetedSearch(evaluate_remat or evaluate, max_bytes, max_maps, show_progress, True)
     try:
         with contextlib.suppress(BudgetSpent):
             usual.search_from(
@@ -269,21 +269,21 @@ def search_maps(
             with contextlib.suppress(BudgetSpent):
                 remat.search_from(model, built_in_maps, seed, lambda: _is_remat_better(usual, remat))
     except KeyboardInterrupt:
-        if usual.choose_best() is None:
+        if usual.choose_best_map() is None:
             raise
         is_complete = False
-    searches, maps = (usual, remat), frozenset(usual.maps | remat.maps)
-    best, without_recomputing = usual.choose_best(), None
+    searches, maps = (usual, remat), frozenset(usual.tried_yaml_texts | remat.tried_yaml_texts)
+    best, without_recomputing = usual.choose_best_map(), None
     if _is_remat_better(usual, remat):
-        best, without_recomputing = remat.choose_best(), best
+        best, without_recomputing = remat.choose_best_map(), best
     if best is None or best.missing_bytes:
         raise _make_no_fit_error(best, max_bytes, len(maps))
-    # By name and mesh, the better one of each built-in map with and without recomputing.
+    # Of each built-in map with and without recomputing, keep the better one. The keys are name and mesh.
     rows: dict[object, Candidate] = {}
     found = (each for search in searches for each in search.built_in_maps)
     for each in sorted(found, key=lambda each: each.ranking_key):
         rows.setdefault((each.name, each.layout_map.mesh), each)
-    tried = (t for search in searches for t in reversed(search.candidates))
+    tried = (t for search in searches for t in reversed(search.tried_candidates))
     fitting = {t.cost_key: t for t in tried if not t.missing_bytes and t.cost_key != best.cost_key}
     runners_up = sorted(fitting.values(), key=lambda candidate: candidate.ranking_key)
     return SearchOutcome(
@@ -291,23 +291,23 @@ def search_maps(
     )
 
 
-def _needs_far_too_much_memory(search: _LimitedSearch) -> bool:
+def _needs_far_too_much_memory(search: _BudgetedSearch) -> bool:
     """Return whether the best map of a search needs more than `_FAR` times the memory of a device."""
-    best = search.choose_best()
+    best = search.choose_best_map()
     return best is not None and best.missing_bytes > (_FAR - 1) * best.max_bytes
 
 
-def _can_recomputing_help(search: _LimitedSearch) -> bool:
+def _can_recomputing_help(search: _BudgetedSearch) -> bool:
     """Return whether no map of a search fits the memory, or a map that does not fit would be faster."""
-    best = search.choose_best()
+    best = search.choose_best_map()
     if best is None or best.cost is None or best.missing_bytes:
         return True
-    return min(t.cost.seconds for t in search.candidates if t.cost) < best.cost.seconds * (1 - TIE)
+    return min(t.cost.seconds for t in search.tried_candidates if t.cost) < best.cost.seconds * (1 - TIE)
 
 
-def _is_remat_better(usual: _LimitedSearch, remat: _LimitedSearch) -> bool:
+def _is_remat_better(usual: _BudgetedSearch, remat: _BudgetedSearch) -> bool:
     """Return whether the best map with recomputing is better than the best map without it."""
-    before, best = usual.choose_best(), remat.choose_best()
+    before, best = usual.choose_best_map(), remat.choose_best_map()
     return before is not None and best is not None and is_better(best, before)
 
 

@@ -30,14 +30,16 @@ def get_specs(layout: Layout) -> Specs:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class LayoutOption:
     """Choice of a layout for a variable group, independent of the mesh."""
 
     model_axis: int | None = None  # axis that the model dim shards
-    shards_data_dim: bool = False  # whether the data dim also shards an axis, so that each use gathers
+    shards_data_dim: bool = (
+        False  # whether the data dim also shards an axis, so that each use gathers the weight
+    )
 
 
-REPLICATED = Option()
+REPLICATED = LayoutOption()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,12 @@ class MeshRoles:
         return make_spec((*self.replica_dims, self.data_dim)) if self.data_dim else None
 
     @property
-    def data_size(self) -> int:
+    def data_dim_size(self) -> int:
         """Number of devices along the data dim."""
         return self.mesh.dim_size(self.data_dim) if self.data_dim else 1
 
     @property
-    def model_size(self) -> int:
+    def model_dim_size(self) -> int:
         """Number of devices along the model dim."""
         return self.mesh.dim_size(self.model_dim) if self.model_dim else 1
 
@@ -80,27 +82,29 @@ def assign_dim_roles(mesh: Mesh, batch_dim: BatchDim | None) -> MeshRoles:
     return MeshRoles(mesh, data, others[0] if others else None, tuple(filter(None, replicas)))
 
 
-def list_search_meshes(num_devices: int, batch_size: int | None, widest: int) -> tuple[MeshRoles, ...]:
+def list_search_meshes(
+    num_devices: int, batch_size: int | None, max_model_size: int
+) -> tuple[MeshRoles, ...]:
     """Return the meshes of `num_devices` devices that a search tries, those with a small model dim first.
 
-    The data dim divides the batch size, if that is known. The model dim is at most `widest`, because each layer
+    The data dim divides the batch size, if that is known. The model dim is at most `max_model_size`, because each layer
     exchanges activations over it.
 
     Example:
         >>> [str(roles.mesh) for roles in list_search_meshes(64, 16, 8)]
         ['data=16, model=4', 'data=8, model=8']
     """
-    sizes = [n for n in range(1, min(widest, num_devices) + 1) if num_devices % n == 0]
+    sizes = [n for n in range(1, min(max_model_size, num_devices) + 1) if num_devices % n == 0]
     fitting = [n for n in sizes if batch_size is None or batch_size % (num_devices // n) == 0]
     meshes = [{"data": num_devices // n, "model": n} for n in fitting]
     named = [{name: size for name, size in dims.items() if size > 1} or {"data": 1} for dims in meshes]
     return tuple(assign_dim_roles(Mesh(None, dims), "data" if "data" in dims else None) for dims in named)
 
 
-def list_group_options(group: VariableGroup, roles: MeshRoles) -> tuple[Option, ...]:
+def list_group_options(group: VariableGroup, roles: MeshRoles) -> tuple[LayoutOption, ...]:
     """Return the options of a group on a mesh, the simplest first, without options that repeat a layout."""
     options = [
-        Option(axis, data)
+        LayoutOption(axis, data)
         for data in (False, True)[: 1 + (roles.data_dim is not None)]
         for axis in (None, *_list_model_axes(group, roles))
     ]
@@ -115,27 +119,27 @@ def _list_model_axes(group: VariableGroup, roles: MeshRoles) -> list[int]:
     """
     if roles.model_dim is None:
         return []
-    size = roles.model_size
+    size = roles.model_dim_size
     dividing = [axis for axis in range(group.rank) if group.can_shard(axis, size, whole_heads=True)]
     sides = ([axis for axis in group.find_axes(role) if axis in dividing] for role in ("in", "out"))
     seconds = {axis for side in sides for axis in side[1:]}
     return [axis for axis in dividing if axis not in seconds]
 
 
-def make_group_specs(group: VariableGroup, option: Option, roles: MeshRoles) -> Specs:
+def make_group_specs(group: VariableGroup, option: LayoutOption, roles: MeshRoles) -> Specs:
     """Return the specs that an option gives a group on a mesh. An axis that a dim cannot shard evenly is unsharded."""
     dims: list[tuple[str, ...]] = [()] * group.rank
     axis = option.model_axis
     if roles.model_dim and axis is not None and axis < group.rank:
-        dims[axis] = (roles.model_dim,) * group.can_shard(axis, roles.model_size, whole_heads=True)
+        dims[axis] = (roles.model_dim,) * group.can_shard(axis, roles.model_dim_size, whole_heads=True)
     if option.shards_data_dim and roles.data_dim:
-        axis = _choose_axis_for_data(group, dims, roles)
+        axis = _choose_axis_for_data_dim(group, dims, roles)
         if axis is not None:
             dims[axis] = (*dims[axis], roles.data_dim)
     return tuple(None if not each else each[0] if len(each) == 1 else each for each in dims)
 
 
-def _choose_axis_for_data(
+def _choose_axis_for_data_dim(
     group: VariableGroup, dims: Sequence[tuple[str, ...]], roles: MeshRoles
 ) -> int | None:
     """Return the axis for the data dim: the largest free one, else a table's rows, else the model dim's, or None."""
@@ -144,7 +148,7 @@ def _choose_axis_for_data(
         return bool(dims[axis]), axis in group.find_axes("rows"), -group.shape[axis]
 
     for axis in sorted(range(group.rank), key=make_sort_key):
-        if group.can_shard(axis, roles.data_size * (roles.model_size if dims[axis] else 1)):
+        if group.can_shard(axis, roles.data_dim_size * (roles.model_dim_size if dims[axis] else 1)):
             return axis
     return None
 
@@ -155,7 +159,7 @@ def make_bias_specs(bias: VariableGroup, kernel: VariableGroup, specs: Specs, ro
     dim = roles.model_dim
     sharded = [dim in _list_spec_dims(of_role.get(role)) if dim else False for role in bias.roles]
     return tuple(
-        roles.model_dim if wanted and bias.can_shard(axis, roles.model_size) else None
+        roles.model_dim if wanted and bias.can_shard(axis, roles.model_dim_size) else None
         for axis, wanted in enumerate(sharded)
     )
 
@@ -171,8 +175,8 @@ def list_activation_options(shape: tuple[int, ...], roles: MeshRoles) -> tuple[S
     rest = (None,) * (len(shape) - 1)
     found: list[Specs | None] = [None, (roles.batch_dim, *rest)]
     if roles.model_dim:
-        if shape[0] % (count_batch_shards(roles.batch_dim, roles.mesh) * roles.model_size) == 0:
+        if shape[0] % (count_batch_shards(roles.batch_dim, roles.mesh) * roles.model_dim_size) == 0:
             found.append(((*list_batch_dims(roles.batch_dim), roles.model_dim), *rest))
-        if len(shape) > 2 and shape[1] % roles.model_size == 0:
+        if len(shape) > 2 and shape[1] % roles.model_dim_size == 0:
             found.append((roles.batch_dim, roles.model_dim, *rest[1:]))
     return tuple(found)

@@ -51,12 +51,12 @@ def make_result_rows(outcome: SearchOutcome) -> list[tuple[str, ...]]:
     ]
 
 
-def _make_candidate_row(candidate: Candidate, is_found: bool) -> tuple[str, ...]:
+def _make_candidate_row(candidate: Candidate, is_result: bool) -> tuple[str, ...]:
     mesh = str(candidate.layout_map.mesh)
     cost, missing = candidate.cost, candidate.missing_bytes
     if cost is None:
         return (candidate.name, mesh, "", "", candidate.why_not)
-    status = f"lacks {format_bytes(missing)}" if missing else "the result" * is_found
+    status = f"lacks {format_bytes(missing)}" if missing else "the result" * is_result
     status = f"{status} as XLA compiles it".strip() if candidate.compiled_bytes is not None else status
     name = candidate.name + ", recomputing" * candidate.recomputes
     return (name, mesh, format_duration(cost.seconds), format_bytes(cost.peak_bytes), status)

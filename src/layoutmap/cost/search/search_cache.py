@@ -39,11 +39,11 @@ class SearchCache:
     def _read_file(self) -> dict[str, dict[str, Any]]:
         try:
             if not os.path.isfile(self._path):  # opening a named pipe would block forever, so refuse it
-                raise ValueError("no regular file")
+                raise ValueError("the path is not a regular file")
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)
             if found["version"] != VERSION:
-                raise ValueError(found["version"])
+                raise ValueError(f"version {found['version']} is not known")
             return {
                 step: {key: [*map(float, cost)] for key, cost in maps.items() if len(cost) == 3}
                 for step, maps in found["figures"].items()
@@ -55,11 +55,11 @@ class SearchCache:
                 fix="name another file for cache=, or delete this file",
             ) from error
 
-    def cache_evaluate(self, evaluate: EvaluateFn, fingerprint: str) -> EvaluateFn:
+    def wrap_with_cache(self, evaluate: EvaluateFn, fingerprint: str) -> EvaluateFn:
         """Return a function that calls `evaluate` only if the file has no cost of the map for this step."""
         costs_by_map = self._all.setdefault(fingerprint, {})
 
-        def evaluate_without_cache(layout_map: RuleSet) -> MapCost:
+        def evaluate_with_cache(layout_map: RuleSet) -> MapCost:
             key = hashlib.sha256(layout_map.to_yaml().encode()).hexdigest()[:16]
             known = costs_by_map.get(key)
             if known is None:
@@ -68,7 +68,7 @@ class SearchCache:
                 return found
             return MapCost(float(known[0]), int(known[1]), float(known[2]))
 
-        return evaluate_without_cache
+        return evaluate_with_cache
 
     def write_file(self) -> None:
         """Write all costs to the file. If that fails, warn and leave the file unchanged."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from layoutmap.core.paths import find_repeated_layers, make_path_regex, split_at_numbers
+from layoutmap.core.paths import find_repeated_layers, make_path_regex, split_path_at_numbers
 from layoutmap.core.specs import Specs
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.search.descent import Point
@@ -23,7 +23,7 @@ from layoutmap.cost.search.options import (
     make_bias_specs,
     make_group_specs,
 )
-from layoutmap.rules.merged_rules import make_rules_for_groups
+from layoutmap.rules.merged_rules import make_rules_for_path_groups
 from layoutmap.rules.rule_set import RuleSet
 
 GroupLayouts = Mapping[VariableGroup, Specs]
@@ -40,7 +40,7 @@ class BlockStack:
 def find_block_stacks(
     outputs: Mapping[str, tuple[int, ...]], variables: Iterable[VariableSpec]
 ) -> tuple[BlockStack, ...]:
-    """Return the stacks of the outermost repeated layers that have weights. `outputs` has output shapes by layer path.
+    """Return stacks of the outermost repeated layers with weights. `outputs` maps layer paths to output shapes.
 
     Example:
         >>> paths = [f"h.{n}.up.kernel" for n in range(2)]
@@ -52,7 +52,7 @@ def find_block_stacks(
     groups: dict[tuple[object, ...], list[str]] = {}
     for path, shape in outputs.items():
         if len(shape) > 1 and path in layers:
-            groups.setdefault((split_at_numbers(path), len(shape)), []).append(path)
+            groups.setdefault((split_path_at_numbers(path), len(shape)), []).append(path)
     repeated = [paths for paths in groups.values() if len(paths) > 1]
     outer = tuple(f"{path}." for paths in repeated for path in paths)
     inner = {path for paths in repeated for path in paths if path.startswith(outer)}
@@ -70,13 +70,13 @@ class SearchedModel:
     @cached_property
     def groups(self) -> tuple[VariableGroup, ...]:
         """Groups of the variables that no kept rule matches, so that the search chooses their layouts."""
-        return tuple(group for group in group_variables(self.variables) if not self._is_kept(group))
+        return tuple(group for group in group_variables(self.variables) if not self._has_kept_rule(group))
 
-    def _is_kept(self, group: VariableGroup) -> bool:
+    def _has_kept_rule(self, group: VariableGroup) -> bool:
         return self.kept is not None and any(self.kept.match(path).rule for path in group.paths)
 
     @cached_property
-    def free_blocks(self) -> tuple[BlockStack, ...]:
+    def searched_blocks(self) -> tuple[BlockStack, ...]:
         """Stacks of blocks with outputs that no kept rule matches."""
         kept = self.kept
         return tuple(b for b in self.blocks if kept is None or not kept.activations.match(b.paths[0]).rule)
@@ -100,7 +100,7 @@ class SearchedModel:
             if bias not in every and kernel in every:
                 every[bias] = make_bias_specs(bias, kernel, every[kernel], roles)
         by_paths = {group.paths: every.get(group, (None,) * group.rank) for group in self.groups}
-        rules = make_rules_for_groups(by_paths, self.variable_paths_by_alias)
+        rules = make_rules_for_path_groups(by_paths, self.variable_paths_by_alias)
         outputs = {
             f"(.*\\.)?{make_path_regex(b.paths)}": specs
             for b, specs in output_specs.items()
@@ -136,7 +136,7 @@ class LayoutSpace:
         for groups, choices in zip(self.classes, self._choices, strict=True):
             choices += [_list_specs(groups, layouts) for layouts, _ in extra_layouts]
             choices[:] = dict.fromkeys(choices)
-        blocks = model.free_blocks
+        blocks = model.searched_blocks
         common = [list_activation_options(b.shape, roles) for b in blocks]
         options = [
             tuple(s if s in o else None for o in common) for s in dict.fromkeys(s for o in common for s in o)
@@ -145,7 +145,7 @@ class LayoutSpace:
         self._outputs = list(dict.fromkeys([*options, *extra])) if blocks else [tuple[Specs | None, ...]()]
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def num_choices(self) -> tuple[int, ...]:
         """Number of choices for each coordinate."""
         return (*map(len, self._choices), len(self._outputs))
 
@@ -155,11 +155,11 @@ class LayoutSpace:
         return self.model.make_layout_map(self.roles, layouts, blocks)
 
     def get_layouts(self, point: Point) -> tuple[dict[VariableGroup, Specs], dict[BlockStack, Specs | None]]:
-        """Return the layouts of a point as two dicts: by searched group, and by stack of blocks for their outputs."""
+        """Return a point's layouts as two dicts: from variable groups and from stacks of blocks to their specs."""
         layouts: dict[VariableGroup, Specs] = {}
         for groups, choices, choice in zip(self.classes, self._choices, point, strict=False):
             layouts.update(zip(groups, choices[choice], strict=True))
-        return layouts, dict(zip(self.model.free_blocks, self._outputs[point[-1]], strict=True))
+        return layouts, dict(zip(self.model.searched_blocks, self._outputs[point[-1]], strict=True))
 
     def find_point(self, layouts: GroupLayouts, output_specs: Mapping[BlockStack, Specs | None]) -> Point:
         """Return the point that has these layouts. Raise a `ValueError` if they are not among the choices."""
@@ -167,7 +167,7 @@ class LayoutSpace:
             choices.index(_list_specs(groups, layouts))
             for groups, choices in zip(self.classes, self._choices, strict=True)
         ]
-        outputs = tuple(output_specs.get(b) for b in self.model.free_blocks)
+        outputs = tuple(output_specs.get(b) for b in self.model.searched_blocks)
         return (*classes, self._outputs.index(outputs))
 
 

@@ -19,14 +19,14 @@ AnyMesh = AbstractMesh | jax.sharding.Mesh
 T = TypeVar("T")
 
 
-def read_axis_types(mesh: Mesh) -> tuple[AxisType, ...]:
+def convert_axis_types(mesh: Mesh) -> tuple[AxisType, ...]:
     """Return the JAX `AxisType` of each dim of a mesh."""
     return tuple(AxisType.Explicit if name == "explicit" else AxisType.Auto for name in mesh.axis_types)
 
 
 def make_abstract_mesh(mesh: Mesh) -> AbstractMesh:
     """Return a mesh without devices, under which programs can be traced."""
-    return AbstractMesh(mesh.shape, mesh.dim_names, axis_types=read_axis_types(mesh))
+    return AbstractMesh(mesh.shape, mesh.dim_names, axis_types=convert_axis_types(mesh))
 
 
 def make_one_device_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -68,7 +68,7 @@ def make_auto_axes_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
     """Return a tree with its arrays on a mesh with the same devices and the axis types of `mesh`, without a copy."""
 
-    def move_leaf(leaf: object) -> object:
+    def change_leaf(leaf: object) -> object:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         sharding = leaf.sharding
@@ -79,7 +79,7 @@ def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
         changed = NamedSharding(other, sharding.spec, memory_kind=sharding.memory_kind)
         return jax.device_put(leaf, changed)
 
-    return jax.tree.map(move_leaf, tree)
+    return jax.tree.map(change_leaf, tree)
 
 
 def warn_of_different_axis_types(mesh: AnyMesh) -> None:

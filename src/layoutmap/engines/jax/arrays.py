@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends, make_full_index, normalize_index
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.checks import make_element_type_error, make_non_numeric_error
+from layoutmap.engines.checks import make_bad_dtype_error, make_non_numeric_error
 from layoutmap.engines.jax.devices import Device, get_device_name
 from layoutmap.engines.jax.padded import PaddedArray, Shape, make_padded_reader, unwrap_padded_array
 from layoutmap.engines.protocol import Array
@@ -29,7 +29,7 @@ def convert_dtype(name: str, path: str) -> np.dtype[Any]:
         dtype = np.dtype(jnp.dtype(name))
         kept = jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
-        raise make_element_type_error("JAX", name, path) from None
+        raise make_bad_dtype_error("JAX", name, path) from None
     if kept != dtype:
         raise EngineError(
             f"{path}: JAX would store {name} as {kept}",

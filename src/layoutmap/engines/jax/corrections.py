@@ -48,7 +48,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from layoutmap.engines.jax import far_products
 from layoutmap.engines.jax.ambient import use_mesh
-from layoutmap.engines.jax.meshless import remove_sharding
+from layoutmap.engines.jax.meshless import remove_sharding_from_type
 from layoutmap.engines.patches import ClosingContext, Patches
 from layoutmap.engines.tested import ImportErrorConverter
 
@@ -71,13 +71,13 @@ _num_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices"
 """Number of devices of the program that is being lowered. `None`: not known yet."""
 
 
-def install_corrections(shape: Sequence[int]) -> None:
+def install_corrections(mesh_shape: Sequence[int]) -> None:
     """Replace the lowering rules of operators that XLA miscompiles, if a mesh of this shape has several devices.
 
     They stay registered, because sharded arrays and JAX's cached programs may exist until the process ends
     (decisions/0112).
     """
-    if any(size > 1 for size in shape) and not _permanent_use:
+    if any(size > 1 for size in mesh_shape) and not _permanent_use:
         _permanent_use.append(_PATCHES.activate())
         _permanent_use[0].__enter__()
 
@@ -137,7 +137,7 @@ def _lower_with_correction(
 ) -> object:
     """Lower a primitive by its replacement if XLA would compute it wrongly, and otherwise by its original rule."""
     axis_context = context.module_context.axis_context
-    if _is_lowering_replacement.get() or not _is_partitioned(axis_context) or not is_wrong(params):
+    if _is_lowering_replacement.get() or not _is_program_partitioned(axis_context) or not is_wrong(params):
         return original(context, *operands, **params)
     token = _is_lowering_replacement.set(True)
     _num_devices.set(None if _without_devices.get() else _count_devices(axis_context))
@@ -146,20 +146,20 @@ def _lower_with_correction(
             return mlir.lower_fun(functools.partial(replacement, **params), multiple_results=False)(
                 context, *operands
             )
-        return _lower_under_explicit_axes(replacement, context, operands, params)
+        return _lower_replacement_under_explicit_axes(replacement, context, operands, params)
     finally:
         _is_lowering_replacement.reset(token)
 
 
-def _lower_under_explicit_axes(
+def _lower_replacement_under_explicit_axes(
     replacement: Computation, context: Any, operands: Sequence[object], params: dict[str, object]
 ) -> Sequence[object]:
     """Lower a replacement under explicit axes. Trace without a mesh, so that reshapes need no `out_sharding`."""
     if "out_sharding" in params:
         params = {**params, "out_sharding": None}
     untyped = context.replace(
-        avals_in=[*map(remove_sharding, context.avals_in)],
-        avals_out=[*map(remove_sharding, context.avals_out)],
+        avals_in=[*map(remove_sharding_from_type, context.avals_in)],
+        avals_out=[*map(remove_sharding_from_type, context.avals_out)],
     )
     with use_mesh(AbstractMesh((), ())):
         lower = mlir.lower_fun(functools.partial(replacement, **params), multiple_results=False)
@@ -176,7 +176,7 @@ def _has_explicit_sharding(aval: object) -> bool:
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
-def _is_partitioned(axis_context: Any) -> bool:
+def _is_program_partitioned(axis_context: Any) -> bool:
     """Return whether XLA partitions the program. False for one device, and in a `shard_map` over all mesh dims."""
     if hasattr(axis_context, "manual_axes"):
         return len(axis_context.manual_axes) < len(axis_context.mesh.axis_names)
@@ -230,7 +230,7 @@ mlir.register_lowering(_gather_axes_p, _lower_gather_axes)
 # -- pooling
 
 
-def _compute_select_and_scatter_on_gathered(
+def _select_and_scatter_gathered_operands(
     operand: jax.Array, source: jax.Array, initial: jax.Array, **params: Any
 ) -> jax.Array:
     """Compute `select_and_scatter_p` with operands and result gathered along the axes on which its windows move."""
@@ -241,9 +241,7 @@ def _compute_select_and_scatter_on_gathered(
     return _gather_axes(result, axes)
 
 
-def _compute_select_and_gather_on_gathered(
-    tangents: jax.Array, operand: jax.Array, **params: Any
-) -> jax.Array:
+def _select_and_gather_gathered_operands(tangents: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
     """Compute `select_and_gather_add_p` with operands gathered along the axes on which its windows move."""
     axes = _find_window_axes(**params)
     result = lax.select_and_gather_add_p.bind(
@@ -278,7 +276,7 @@ def _reduce_gathered_windows(primitive: Primitive, operand: jax.Array, **params:
 
 
 def _pad_array(operand: jax.Array, value: jax.Array, *, padding_config: Sequence[Sequence[int]]) -> jax.Array:
-    """Pad an operand. First insert padding between elements by other operations, because XLA shards it wrongly."""
+    """Pad an operand. Padding between elements is inserted separately, because XLA partitions it wrongly."""
     operand = _insert_gaps(operand, value, [interior for _, _, interior in padding_config])
     return lax.pad_p.bind(
         operand, value, padding_config=tuple((low, high, 0) for low, high, _ in padding_config)
@@ -306,9 +304,9 @@ def _scatter_without_padding(
 ) -> jax.Array:
     """Scatter so that the padding of uneven shards adds nothing: set the updates in the padding to 0, or gather."""
     numbers = params["dimension_numbers"]
-    written = _find_one_element_axes(operand, updates, numbers)
+    written = _find_one_element_window_axes(operand, updates, numbers)
     operand = _gather_axes(operand, written)
-    indices = _convert_to_signed(indices)
+    indices = _convert_to_signed_indices(indices)
     if primitive is lax.scatter_p:
         return _gather_axes(primitive.bind(operand, indices, updates, **params), written)
     rows = [axis for axis in range(updates.ndim) if axis not in numbers.update_window_dims]
@@ -326,7 +324,7 @@ def _scatter_without_padding(
     return _gather_axes(result, written)
 
 
-def _convert_to_signed(indices: jax.Array) -> jax.Array:
+def _convert_to_signed_indices(indices: jax.Array) -> jax.Array:
     """Convert unsigned indices to a signed type, because XLA ends the process for unsigned ones in padded shards."""
     if not jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
         return indices
@@ -335,7 +333,7 @@ def _convert_to_signed(indices: jax.Array) -> jax.Array:
     return lax.min(indices, largest).astype(signed)
 
 
-def _find_one_element_axes(
+def _find_one_element_window_axes(
     operand: jax.Array, updates: jax.Array, dimension_numbers: lax.ScatterDimensionNumbers
 ) -> set[int]:
     """Return the axes on which a window covers one of several elements. XLA writes such windows into all shards."""
@@ -368,7 +366,7 @@ def _slice_without_stride(
     )
 
 
-def _update_inside_bounds(operand: jax.Array, update: jax.Array, *starts: jax.Array) -> jax.Array:
+def _update_slice_inside_bounds(operand: jax.Array, update: jax.Array, *starts: jax.Array) -> jax.Array:
     """Update a slice after clamping its start indices, so that it lies inside the operand."""
     return lax.dynamic_update_slice_p.bind(
         operand, update, *_clamp_starts(starts, operand.shape, update.shape)
@@ -390,7 +388,7 @@ def _clamp_starts(starts: Sequence[jax.Array], shape: _Axes, sizes: _Axes) -> tu
 # -- products of matrices
 
 
-def _multiply_arrays(
+def _multiply_with_merged_axes(
     lhs: jax.Array, rhs: jax.Array, *, dimension_numbers: Any, **params: object
 ) -> jax.Array:
     """Multiply after merging three or more summed axes, because XLA may ignore a mesh dim that shards one of them."""
@@ -487,9 +485,9 @@ def _convolve_batch_groups(
     groups, strides, dilation = (
         params[name] for name in ("batch_group_count", "window_strides", "rhs_dilation")
     )
-    lhs, rhs, sums, dtype = _prepare_operands(lhs, rhs, **params)
+    lhs, rhs, sums, dtype = _transpose_and_pad_operands(lhs, rhs, **params)
     lhs, rhs = (each.reshape(groups, -1, *each.shape[1:]) for each in (lhs, rhs))
-    lengths = list(map(_compute_extent, rhs.shape[3:], dilation))
+    lengths = list(map(_compute_spanned_length, rhs.shape[3:], dilation))
     parts: list[jax.Array] = []
     for place in np.ndindex(*result_sizes):
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
@@ -509,20 +507,20 @@ def _convolve_batch_groups(
 def _convolve_as_product(
     result_sizes: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any
 ) -> jax.Array:
-    """Compute a convolution in feature groups as one `einsum`. Window or result has size 1 on each spatial axis.
+    """Compute a convolution in feature groups as one `einsum`. On each spatial axis, window or result has size 1.
 
     As a convolution, XLA ends the process on CPU devices if the features are sharded: "free(): invalid pointer".
     """
     groups, strides, dilation = (
         params[name] for name in ("feature_group_count", "window_strides", "rhs_dilation")
     )
-    lhs, rhs, sums, dtype = _prepare_operands(lhs, rhs, **params)
+    lhs, rhs, sums, dtype = _transpose_and_pad_operands(lhs, rhs, **params)
     windows = rhs.shape[2:]
     steps = [
         stride if window == 1 else each
         for window, stride, each in zip(windows, strides, dilation, strict=True)
     ]
-    ends = map(_compute_extent, map(max, windows, result_sizes), steps)
+    ends = map(_compute_spanned_length, map(max, windows, result_sizes), steps)
     lhs = lax.slice(lhs, [0] * lhs.ndim, (*lhs.shape[:2], *ends), (1, 1, *steps))
     lhs = lhs.reshape(lhs.shape[0], groups, -1, *lhs.shape[2:])
     rhs = rhs.reshape(groups, -1, rhs.shape[1], *(window for window in windows if window > 1))
@@ -535,7 +533,7 @@ def _convolve_as_product(
     )
 
 
-def _prepare_operands(
+def _transpose_and_pad_operands(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
@@ -545,7 +543,7 @@ def _prepare_operands(
     preferred_element_type: np.dtype[Any] | None,
     **_: object,
 ) -> tuple[jax.Array, jax.Array, np.dtype[Any], np.dtype[Any]]:
-    """Return both operands with the axes batch, features, positions, and the dtypes of the sums and of the result."""
+    """Return both operands in the axis order batch, features, positions, and the dtypes of sums and result."""
     dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
     sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     edges = [(low, high, dilation - 1) for (low, high), dilation in zip(padding, lhs_dilation, strict=True)]
@@ -555,7 +553,7 @@ def _prepare_operands(
     return lhs, jnp.transpose(rhs, dimension_numbers.rhs_spec), sums, dtype
 
 
-def _compute_extent(count: int, step: int) -> int:
+def _compute_spanned_length(count: int, step: int) -> int:
     """Return the length of an axis that contains `count` elements at a distance of `step`."""
     return (count - 1) * step + 1
 
@@ -579,10 +577,10 @@ def _restore_axis_order(result: jax.Array, dimension_numbers: lax.ConvDimensionN
 
 _PATCHES = Patches(
     [
-        _LoweringPatch(lax.dot_general_p, _multiply_arrays),
+        _LoweringPatch(lax.dot_general_p, _multiply_with_merged_axes),
         _LoweringPatch(lax.conv_general_dilated_p, _compute_convolution),
-        _LoweringPatch(lax.select_and_scatter_p, _compute_select_and_scatter_on_gathered),
-        _LoweringPatch(lax.select_and_gather_add_p, _compute_select_and_gather_on_gathered),
+        _LoweringPatch(lax.select_and_scatter_p, _select_and_scatter_gathered_operands),
+        _LoweringPatch(lax.select_and_gather_add_p, _select_and_gather_gathered_operands),
         *(
             _LoweringPatch(each, functools.partial(_scatter_without_padding, each))
             for each in (
@@ -603,7 +601,7 @@ _PATCHES = Patches(
         ),
         _LoweringPatch(lax.dynamic_slice_p, _slice_inside_bounds),
         _LoweringPatch(lax.slice_p, _slice_without_stride, lambda params: params["strides"] is not None),
-        _LoweringPatch(lax.dynamic_update_slice_p, _update_inside_bounds),
+        _LoweringPatch(lax.dynamic_update_slice_p, _update_slice_inside_bounds),
         far_products.PATCH,
     ]
 )

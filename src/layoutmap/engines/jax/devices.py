@@ -14,13 +14,13 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
-    bind_devices,
+    bind_mesh_to_devices,
     check_simulated_devices,
-    make_more_devices_fix,
+    format_fix_for_too_few_devices,
     make_no_devices_error,
     resolve_device_names,
 )
-from layoutmap.engines.jax.ambient import read_axis_types
+from layoutmap.engines.jax.ambient import convert_axis_types
 from layoutmap.engines.jax.corrections import install_corrections
 
 Device = Any
@@ -65,7 +65,9 @@ def find_devices(mesh: Mesh) -> list[Device]:
     Raises:
         MeshError: The machine has too few devices, or lacks a named device.
     """
-    names = resolve_device_names(mesh, list_device_names, "JAX", make_more_devices_fix("JAX", mesh.size))
+    names = resolve_device_names(
+        mesh, list_device_names, "JAX", format_fix_for_too_few_devices("JAX", mesh.size)
+    )
     there = {get_device_name(device): device for device in _list_jax_devices(mesh.device_type)}
     return [there[name] for name in names]
 
@@ -78,7 +80,7 @@ def bind_mesh(mesh: Mesh) -> Mesh:
 def add_devices_to_mesh(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
     """Return a mesh that is bound to these JAX devices."""
     here = (i for i, device in enumerate(devices) if device.process_index == jax.process_index())
-    return bind_devices(mesh, [get_device_name(device) for device in devices], here)
+    return bind_mesh_to_devices(mesh, [get_device_name(device) for device in devices], here)
 
 
 @functools.lru_cache(_MAX_NATIVES)
@@ -92,18 +94,18 @@ def _make_native_mesh(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> jax.shard
 def make_named_sharding(layout: Layout) -> NamedSharding:
     """Return the `NamedSharding` of a layout, with one entry per axis."""
     # Meshes that differ only in axis types are equal, so add the types to the cache key.
-    return _make_named_sharding(layout, read_axis_types(layout.mesh))
+    return _get_cached_named_sharding(layout, convert_axis_types(layout.mesh))
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def _make_named_sharding(layout: Layout, axis_types: tuple[AxisType, ...]) -> NamedSharding:
+def _get_cached_named_sharding(layout: Layout, axis_types: tuple[AxisType, ...]) -> NamedSharding:
     mesh, spec = _make_native_mesh(layout.mesh, axis_types), make_partition_spec(layout)
     if layout.host_memory:
-        _check_memory_kind(layout)
+        _check_devices_have_memory(layout)
     return NamedSharding(mesh, spec, memory_kind=layout.host_memory or None)
 
 
-def _check_memory_kind(layout: Layout) -> None:
+def _check_devices_have_memory(layout: Layout) -> None:
     """Raise an `EngineError` if the devices of this process lack a layout's memory kind."""
     device = jax.local_devices(backend=layout.mesh.device_type and layout.mesh.device_type.lower())[0]
     kinds = [memory.kind for memory in device.addressable_memories()]

@@ -34,9 +34,9 @@ from layoutmap.core.uneven import add_sharding_dim, apply_uneven_policy
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.agreement import check_same_initial_values
 from layoutmap.engines.checks import (
+    check_function_returns_one_array,
     check_initial_value,
-    check_initializers,
-    check_one_result,
+    check_no_initializer_is_missing,
     check_random_mode,
     store_in_cache,
     wrap_reader_with_checks,
@@ -52,7 +52,7 @@ from layoutmap.engines.jax.arrays import (
 )
 from layoutmap.engines.jax.devices import Device, bind_mesh, find_devices, list_device_names, simulate_devices
 from layoutmap.engines.jax.layouts import ArrayLayouts
-from layoutmap.engines.jax.moving import make_mover
+from layoutmap.engines.jax.moving import make_array_mover
 from layoutmap.engines.jax.padded import (
     PaddedArray,
     Shape,
@@ -63,7 +63,7 @@ from layoutmap.engines.jax.padded import (
 from layoutmap.engines.jax.processes import gather_from_processes, share_seeds
 from layoutmap.engines.jax.programs import (
     ShardedProgram,
-    explain_no_shards,
+    explain_why_sharding_changes_values,
     leave_program_context,
     trace_program,
 )
@@ -127,7 +127,7 @@ class JaxEngine:
         computed in shards, its global value is computed on one device, sharded, and freed before the next one.
         """
         shardings = {key: self._make_checked_sharding(assignment) for key, assignment in assignments.items()}
-        check_initializers(assignments, initializers)
+        check_no_initializer_is_missing(assignments, initializers)
         made: dict[str, jax.Array] = {}
         checksums: list[tuple[str, int]] = []
         try:
@@ -168,12 +168,12 @@ class JaxEngine:
             raise
         return made
 
-    def make_mover(
-        self, moves: Sequence[ArrayMove], arrays: Sequence[jax.Array], likes: Sequence[jax.Array]
+    def make_array_mover(
+        self, moves: Sequence[ArrayMove], arrays: Sequence[jax.Array], templates: Sequence[jax.Array]
     ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        """Compile and return a function that moves arrays to the layouts of `likes` (see `MakeMover`)."""
-        move = make_mover(moves, arrays, likes)
-        layouts = [self.get_layout(like) for like in likes]
+        """Compile and return a function that moves arrays to the layouts of `templates` (see `MakeArrayMover`)."""
+        move = make_array_mover(moves, arrays, templates)
+        layouts = [self.get_layout(like) for like in templates]
 
         def move_and_record_layouts(new: Sequence[jax.Array]) -> list[jax.Array]:
             return [
@@ -215,11 +215,11 @@ class JaxEngine:
         if not isinstance(array, self.array_types):
             array = canonicalize_values(array)
         if isinstance(array, jax.core.Tracer):
-            sharding = self._layouts.make_fitting_sharding(layout.replace_memory(None), array.shape, pad=pad)
+            sharding = self._layouts.make_checked_sharding(layout.replace_memory(None), array.shape, pad=pad)
             return move_to_memory(constrain_traced_array(array, sharding), layout.memory)
         if layout.memory is None:
             layout = layout.replace_memory(find_memory_kind(array) or None)
-        sharding = self._layouts.make_fitting_sharding(layout, array.shape, pad=pad)
+        sharding = self._layouts.make_checked_sharding(layout, array.shape, pad=pad)
         if (padded := layout.pad_shape(array.shape)) != array.shape or isinstance(array, PaddedArray):
             moved = _relayout_padded_array(array, padded, sharding)
             return self._layouts.record_layout(moved, layout, source=array)
@@ -300,9 +300,9 @@ class JaxEngine:
 
         arrays = [leaves[i] for i in places]
         closed = trace_program(call_with_arrays, arrays)
-        check_one_result(function, len(closed.out_avals))
-        sharding = self._layouts.make_fitting_sharding(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
-        if explain_no_shards(closed):
+        check_function_returns_one_array(function, len(closed.out_avals))
+        sharding = self._layouts.make_checked_sharding(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
+        if explain_why_sharding_changes_values(closed):
             made = wait_on_cpu(jax.jit(call_with_arrays, out_shardings=sharding)(arrays))
         else:
             made = wait_on_cpu(ShardedProgram(closed, NamedSharding(sharding.mesh, sharding.spec))(arrays))
@@ -315,7 +315,7 @@ class JaxEngine:
         """Return the sharding of an assignment, or raise if JAX cannot store its dtype or the layout does not fit."""
         variable = assignment.variable
         convert_dtype(variable.dtype, variable.path)
-        return self._layouts.make_fitting_sharding(
+        return self._layouts.make_checked_sharding(
             assignment.layout, variable.shape, variable.path, pad=assignment.is_padded
         )
 
@@ -344,7 +344,7 @@ class JaxEngine:
             sharding = self._layouts.make_sharding(_make_even_layout(assignment.layout, variable.shape))
         # Programs compute in device memory, so leave out the memory kind. The caller moves the result to the host.
         sharding = NamedSharding(sharding.mesh, sharding.spec)
-        program = explain_no_shards(closed) or ShardedProgram(closed, sharding)
+        program = explain_why_sharding_changes_values(closed) or ShardedProgram(closed, sharding)
         with self._lock:
             return store_in_cache(self._programs, key, program)
 
@@ -355,7 +355,7 @@ def engine() -> JaxEngine:
     return JaxEngine()
 
 
-# Fused padding would change the rounding, so pad in a separate program (decisions/0230).
+# Padding in the program would change its rounding, so compute an even layout, and pad separately (decisions/0230).
 def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
     """Return a layout without uneven axes. Mesh dims of an uneven axis shard a different axis if they fit there."""
     even = apply_uneven_policy(layout, shape, "replicate")

@@ -93,10 +93,10 @@ def insert_barriers(module: _ir.Module, program_name: str) -> None:
         if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
             if products and _GRID_LAYOUT.search(str(module)):
                 fix = "enable the Shardy partitioner: jax.config.update('jax_use_shardy_partitioner', True)"
-                raise _make_product_error(program_name, products[0], fix)
+                raise _make_wrong_product_error(program_name, products[0], fix)
             return
         has_several_dims = any(
-            sum(n > 1 for n in dims.values()) > 1 for dims in _read_mesh_sizes(module).values()
+            sum(n > 1 for n in dims.values()) > 1 for dims in _read_mesh_dim_sizes(module).values()
         )
         if not products or not has_several_dims:
             return
@@ -110,7 +110,7 @@ def insert_barriers(module: _ir.Module, program_name: str) -> None:
                 break
             if refused := {each for each in apart & to_change if each[1] != _RESULT or each in replicated}:
                 fix = "constrain its operands to be replicated: lm.dtensor.relayout(operand, layout)"
-                raise _make_product_error(program_name, products[min(refused)[0]], fix)
+                raise _make_wrong_product_error(program_name, products[min(refused)[0]], fix)
             for number, position in sorted(to_change):
                 result = products[number].results[0]
                 if position != _RESULT:
@@ -152,7 +152,7 @@ def _insert_barrier_after(result: Any) -> None:
 def _replicate_result(module: _ir.Module, result: Any) -> None:
     """Constrain a result to be replicated, so that later operations slice each device's shard from the whole."""
     layout = _sdy.TensorShardingAttr.get(
-        _find_largest_mesh_name(module),
+        _find_name_of_largest_mesh(module),
         [_sdy.DimensionShardingAttr.get([], is_closed=True) for _ in result.type.shape],
     )
     with _ir.InsertionPoint.after(result.owner):
@@ -165,7 +165,7 @@ def _gather_summed_axes(module: _ir.Module, op: _ir.OpView, position: int) -> No
     lhs, rhs, result = _LABELS[op.name](op)
     closed = [label in {*lhs} & {*rhs} - {*result} for label in (lhs, rhs)[position]]
     layout = _sdy.TensorShardingAttr.get(
-        _find_largest_mesh_name(module),
+        _find_name_of_largest_mesh(module),
         [_sdy.DimensionShardingAttr.get([], is_closed=each) for each in closed],
     )
     with _ir.InsertionPoint(op):
@@ -178,11 +178,11 @@ def _constrain_products(module: _ir.Module, layouts: Mapping[int, Sequence[_Shar
     XLA simplifies a program before it propagates layouts, so it could resolve conflicts of layouts differently.
     Products that use the same value share one constraint, so that XLA gathers the value once.
     """
-    mesh, products = _find_largest_mesh_name(module), _list_products(module)
+    mesh, products = _find_name_of_largest_mesh(module), _list_products(module)
     pinned: dict[tuple[object, _sdy.TensorShardingAttr], Any] = {}
     for number, (*of_operands, of_result) in layouts.items():
         op = products[number]
-        for operand, layout in zip(_find_operand_positions(op), of_operands, strict=True):
+        for operand, layout in zip(_get_compared_operand_positions(op), of_operands, strict=True):
             value = op.operands[operand]
             key = value, _make_closed_sharding(layout, mesh, value)
             if key not in pinned:
@@ -214,12 +214,12 @@ def _make_closed_sharding(layout: _Sharding, mesh_name: str, value: Any) -> _sdy
     )
 
 
-def _find_largest_mesh_name(module: _ir.Module) -> str:
-    meshes = _read_mesh_sizes(module)
+def _find_name_of_largest_mesh(module: _ir.Module) -> str:
+    meshes = _read_mesh_dim_sizes(module)
     return max(meshes, key=lambda name: len(meshes[name]))
 
 
-def _make_product_error(program_name: str, op: _ir.OpView, fix: str) -> EngineError:
+def _make_wrong_product_error(program_name: str, op: _ir.OpView, fix: str) -> EngineError:
     return EngineError(
         f"{program_name}: XLA could compute wrong numbers",
         facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
@@ -242,7 +242,7 @@ def _find_product_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Shard
     for number, op in enumerate(_list_products(copy)):
         op.attributes[_NUMBER_ATTRIBUTE] = _ir.IntegerAttr.get(int64, number)
     propagate_layouts(copy)
-    meshes = _read_mesh_sizes(copy)
+    meshes = _read_mesh_dim_sizes(copy)
     layouts: dict[int, Sequence[_Sharding]] = {}
     to_change: set[tuple[int, int]] = set()
     for op in _list_products(copy):
@@ -250,7 +250,7 @@ def _find_product_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Shard
         # A sharding constraint inside `shard_map` is an error, so record no layouts there.
         layouts[number] = () if _is_in_shard_map(op) else tuple(map(_read_layout, _list_product_values(op)))
         product_layouts = _LAYOUT_CLASSES.get(op.name, _ProductLayouts).from_operation(op, meshes)
-        if (position := product_layouts.find_position_to_change()) is not None:
+        if (position := product_layouts.find_position_to_redistribute()) is not None:
             to_change.add((number, position))
     return {number: each for number, each in layouts.items() if any(each)}, to_change
 
@@ -263,11 +263,11 @@ def _is_in_shard_map(op: _ir.OpView) -> bool:
 
 
 def _list_product_values(op: _ir.OpView) -> Sequence[Any]:
-    lhs, rhs = _find_operand_positions(op)
+    lhs, rhs = _get_compared_operand_positions(op)
     return op.operands[lhs], op.operands[rhs], op.results[0]
 
 
-def _find_operand_positions(op: _ir.OpView) -> tuple[int, int]:
+def _get_compared_operand_positions(op: _ir.OpView) -> tuple[int, int]:
     """Return the positions of the two operands to compare: (0, 1), or updates and indices for a scatter."""
     return (2, 1) if op.name == _SCATTER else (0, 1)
 
@@ -276,8 +276,8 @@ def _list_products(module: _ir.Module | _ir.Operation) -> list[Any]:
     return [op for op in list_operations(module, "stablehlo.") if op.name in _LABELS]
 
 
-def _read_mesh_sizes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]]:
-    """Return the sizes of the dims of each mesh of a program, by mesh name and dim name."""
+def _read_mesh_dim_sizes(module: _ir.Module | _ir.Operation) -> dict[str, dict[str, int]]:
+    """Return a dict from the name of each mesh of a program to a dict from the names of its dims to their sizes."""
     found = {
         view.attributes["sym_name"].value: _sdy.MeshAttr(view.attributes["mesh"])
         for view in module.operation.regions[0].blocks[0]
@@ -329,31 +329,31 @@ class _ProductLayouts:
         sizes = [math.prod(operand.type.shape) for operand in values[:2]]
         return cls(tuple(axes), _LABELS[op.name](op), dims, tuple(sizes))  # type: ignore[arg-type]
 
-    def find_position_to_change(self) -> int | None:
+    def find_position_to_redistribute(self) -> int | None:
         """Return the position of the value to redistribute, or None if XLA computes the product correctly."""
-        lhs, rhs = (self._find_summed_dims(operand) for operand in (0, 1))
+        lhs, rhs = (self._find_dims_of_summed_axes(operand) for operand in (0, 1))
         if lhs & rhs:
             of_others = lhs != rhs and self._is_result_sharded_over(lhs & rhs)
             return _RESULT if of_others or self._can_reorder_result(lhs & rhs, (0, 1)) else None
         if not any(
             _count_shards(each) > 1 and _count_shards(each) == _count_shards(other)
-            for each, other in self._iterate_summed_dim_pairs()
+            for each, other in self._iterate_dim_pairs_of_summed_axes()
         ):
             return None
         if self._can_reorder_result(lhs, (0,)) or self._can_reorder_result(rhs, (1,)):
             return min((0, 1), key=lambda operand: self.sizes[operand])
         return None
 
-    def _iterate_summed_dim_pairs(self) -> Iterator[tuple[set[DimPart], set[DimPart]]]:
+    def _iterate_dim_pairs_of_summed_axes(self) -> Iterator[tuple[set[DimPart], set[DimPart]]]:
         """Yield pairs of sets: the mesh dims that shard summed axes of the first operand, and those of the second.
 
         The first pair is for all summed axes together, and the others are for one axis each.
         """
-        yield self._find_summed_dims(0), self._find_summed_dims(1)
+        yield self._find_dims_of_summed_axes(0), self._find_dims_of_summed_axes(1)
         for label in self.labels[0]:
-            yield self._find_summed_dims(0, label), self._find_summed_dims(1, label)
+            yield self._find_dims_of_summed_axes(0, label), self._find_dims_of_summed_axes(1, label)
 
-    def _find_summed_dims(self, position: int, summed_label: Hashable = None) -> set[DimPart]:
+    def _find_dims_of_summed_axes(self, position: int, summed_label: Hashable = None) -> set[DimPart]:
         """Return the parts of mesh dims that shard the summed axes of an operand, or only the axis `summed_label`."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
         placed = self._label_dim_parts(position).items()
@@ -380,7 +380,7 @@ class _ProductLayouts:
         if not self._is_result_sharded_over(group_parts):
             return False
         orders = {
-            tuple(piece for piece in self._sort_parts(self.axes[value]) if piece not in group_parts)
+            tuple(piece for piece in self._sort_dim_parts(self.axes[value]) if piece not in group_parts)
             for value in (*operand_positions, _RESULT)
         }
         return (
@@ -393,7 +393,7 @@ class _ProductLayouts:
             )
         )
 
-    def _sort_parts(self, axes: Axes) -> list[DimPart]:
+    def _sort_dim_parts(self, axes: Axes) -> list[DimPart]:
         """Return all parts of the mesh's dims in XLA's shard order. Parts that shard no axis are last."""
         sharded = [part for axis in axes for part in axis]
         return sharded + [part for part in self.dims if part not in sharded]
@@ -402,7 +402,7 @@ class _ProductLayouts:
 class _GatherLayouts(_ProductLayouts):
     """The layouts of a gather's operand, indices, and result."""
 
-    def find_position_to_change(self) -> int | None:
+    def find_position_to_redistribute(self) -> int | None:
         """Return `_RESULT` if the operand is sharded and a mesh dim shards an axis only in the result, else None."""
         if not self._label_dim_parts(0):
             return None
@@ -417,7 +417,7 @@ class _GatherLayouts(_ProductLayouts):
 class _ScatterLayouts(_ProductLayouts):
     """The layouts of a scatter's updates, indices, and result."""
 
-    def find_position_to_change(self) -> int | None:
+    def find_position_to_redistribute(self) -> int | None:
         """Return `_RESULT` if a mesh dim shards a batch axis in the result, but not in the updates, else None."""
         batch = {*self.labels[1]} & {*self.labels[_RESULT]}
         found = self._label_dim_parts(_RESULT).items()

@@ -38,7 +38,7 @@ class ArrayLayouts:
     def __init__(self) -> None:
         self._mesh_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
         self._read_of_native: weakref.WeakKeyDictionary[jax.sharding.Mesh, Mesh] = weakref.WeakKeyDictionary()
-        # By the id of the array, because JAX arrays are not hashable.
+        # The keys are the ids of the arrays, because JAX arrays are not hashable.
         self._mesh_of_array: dict[int, tuple[weakref.ref[Any], Mesh]] = {}
 
     def make_sharding(self, layout: Layout) -> NamedSharding:
@@ -47,13 +47,8 @@ class ArrayLayouts:
         self._mesh_of_native.setdefault(sharding.mesh, layout.mesh)  # type: ignore[arg-type]
         return sharding
 
-    def make_fitting_sharding(
-        self,
-        layout: Layout,
-        shape: tuple[int, ...],
-        name: str = "layout",
-        *,
-        pad: bool = False,
+    def make_checked_sharding(
+        self, layout: Layout, shape: tuple[int, ...], name: str = "layout", *, pad: bool = False
     ) -> NamedSharding:
         """Return the sharding of a layout that fits a shape.
 
@@ -83,10 +78,10 @@ class ArrayLayouts:
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
             return None
-        if _explain_missing_layout(sharding.spec):
+        if _explain_why_spec_has_no_layout(sharding.spec):
             return None
         _, made_on = self._mesh_of_array.get(id(array), (None, None))
-        specs, mesh = _pad_spec_to_rank(sharding.spec, array.ndim), made_on or self.find_mesh(sharding.mesh)
+        specs, mesh = (_pad_spec_to_rank(sharding.spec, array.ndim), made_on or self.find_mesh(sharding.mesh))
         return Layout(specs, mesh, memory=find_memory_kind(array) or None)
 
     def find_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | PlacementWithoutLayout:
@@ -94,7 +89,7 @@ class ArrayLayouts:
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return _find_equivalent_layout(array, sharding, meshes)
-        if (why := _explain_missing_layout(sharding.spec)) is not None:
+        if (why := _explain_why_spec_has_no_layout(sharding.spec)) is not None:
             return PlacementWithoutLayout(why)
         try:
             if isinstance(sharding.mesh, jax.sharding.Mesh):
@@ -108,7 +103,7 @@ class ArrayLayouts:
             )
 
     def record_layout(self, array: Array, layout: Layout, *, source: object = None) -> Array:
-        """Return an array for which `get_layout` returns the mesh of `layout`: `array`, or a new object if needed.
+        """Record an array's mesh, so that `get_layout` returns it. Return `array`, or a new object if needed.
 
         Args:
             array: The array.
@@ -140,7 +135,7 @@ def _pad_spec_to_rank(spec: PartitionSpec, rank: int) -> list[str | tuple[str, .
     return [*spec[:rank], *[None] * (rank - len(spec))]
 
 
-def _explain_missing_layout(spec: PartitionSpec) -> str | None:
+def _explain_why_spec_has_no_layout(spec: PartitionSpec) -> str | None:
     """Return why a spec does not determine the values of each device, or None if it does."""
     if spec.unreduced:
         return f"each device has a summand of it: the sum over {', '.join(sorted(map(str, spec.unreduced)))} is pending"

@@ -23,12 +23,12 @@ _JIT_SHARDINGS = ("in_shardings", "out_shardings")
 _EMPTY = AbstractMesh((), ())
 
 
-def remove_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
+def remove_mesh_from_program(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program without the mesh under which it was traced. Its results stay equal bit for bit."""
-    return closed.replace(jaxpr=_MeshRemover().convert_jaxpr(closed.jaxpr))
+    return closed.replace(jaxpr=_MeshRemover().remove_mesh_from_jaxpr(closed.jaxpr))
 
 
-def remove_sharding(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
+def remove_sharding_from_type(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
     """Return the type of a value without its sharding."""
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
@@ -39,40 +39,40 @@ class _MeshRemover:
     def __init__(self) -> None:
         self._vars: dict[Var, Var | Literal] = {}
 
-    def convert_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+    def remove_mesh_from_jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         """Return a program without meshes and shardings."""
-        eqns = [new for eqn in jaxpr.eqns if (new := self._convert_eqn(eqn)) is not None]
+        eqns = [new for eqn in jaxpr.eqns if (new := self._remove_mesh_from_eqn(eqn)) is not None]
         # `Any`, because JAX annotates variables only, but literals can be results, too
-        outvars: Any = list(map(self._convert_var, jaxpr.outvars))
+        outvars: Any = list(map(self._remove_mesh_from_var, jaxpr.outvars))
         return jaxpr.replace(
-            constvars=list(map(self._convert_var, jaxpr.constvars)),
-            invars=list(map(self._convert_var, jaxpr.invars)),
+            constvars=list(map(self._remove_mesh_from_var, jaxpr.constvars)),
+            invars=list(map(self._remove_mesh_from_var, jaxpr.invars)),
             outvars=outvars,
             eqns=eqns,
         )
 
-    def _convert_eqn(self, eqn: JaxprEqn) -> JaxprEqn | None:
+    def _remove_mesh_from_eqn(self, eqn: JaxprEqn) -> JaxprEqn | None:
         if eqn.primitive.name in _IDENTITIES:
-            self._vars[eqn.outvars[0]] = self._convert_var(eqn.invars[0])
+            self._vars[eqn.outvars[0]] = self._remove_mesh_from_var(eqn.invars[0])
             return None
         return eqn.replace(
-            invars=list(map(self._convert_var, eqn.invars)),
-            outvars=[self._convert_result(var) for var in eqn.outvars],
+            invars=list(map(self._remove_mesh_from_var, eqn.invars)),
+            outvars=[self._remove_mesh_from_result(var) for var in eqn.outvars],
             params={key: _remove_mesh_from_param(key, value) for key, value in eqn.params.items()},
             ctx=_make_meshless_context(eqn.ctx),
         )
 
-    def _convert_result(self, var: Var) -> Var:
-        converted = self._convert_var(var)
+    def _remove_mesh_from_result(self, var: Var) -> Var:
+        converted = self._remove_mesh_from_var(var)
         assert isinstance(converted, Var), "an operation returns variables"
         return converted
 
-    def _convert_var(self, var: Var | Literal) -> Var | Literal:
+    def _remove_mesh_from_var(self, var: Var | Literal) -> Var | Literal:
         if isinstance(var, Literal):
             return var
         aval = var.aval
         if var not in self._vars and isinstance(aval, jax.core.ShapedArray) and not aval.sharding.mesh.empty:
-            self._vars[var] = Var(remove_sharding(aval))
+            self._vars[var] = Var(remove_sharding_from_type(aval))
         return self._vars.get(var, var)
 
 
@@ -97,9 +97,9 @@ _inner: weakref.WeakKeyDictionary[Jaxpr, ClosedJaxpr] = weakref.WeakKeyDictionar
 
 def _remove_mesh_once(closed: ClosedJaxpr) -> ClosedJaxpr:
     if closed.consts:
-        return remove_mesh(closed)
+        return remove_mesh_from_program(closed)
     if closed.jaxpr not in _inner:
-        _inner[closed.jaxpr] = remove_mesh(closed)
+        _inner[closed.jaxpr] = remove_mesh_from_program(closed)
     return _inner[closed.jaxpr]
 
 

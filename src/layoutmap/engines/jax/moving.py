@@ -25,15 +25,17 @@ _STACKED_BYTES = 1 << 20
 """The largest size of a stack of equal arrays. One operation moves a whole stack, but stacking copies the arrays."""
 
 Arrays = Sequence[jax.Array]
-ReceivedPiece = tuple[int, tuple[int, ...], tuple[int, ...]]
+ReceivedBlock = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A block that a device receives: the sender's position, and the block's start in the sender's and the new shard."""
-TransferRound = tuple[tuple[int, ...], tuple[tuple[int, ReceivedPiece], ...]]
+TransferRound = tuple[tuple[int, ...], tuple[tuple[int, ReceivedBlock], ...]]
 """The shape of a round's blocks, and pairs: a receiver's position, and the block of this shape that it receives."""
 
 
-def make_mover(moves: Sequence[ArrayMove], arrays: Arrays, likes: Arrays) -> Callable[[Arrays], Arrays]:
-    """Compile a function that moves arrays to the shardings and dtypes of `likes` (see `Engine.make_mover`)."""
-    targets = [_TargetArray.from_array(like) for like in likes]
+def make_array_mover(
+    moves: Sequence[ArrayMove], arrays: Arrays, templates: Arrays
+) -> Callable[[Arrays], Arrays]:
+    """Compile a function that moves arrays to the shardings and dtypes of `templates` (see `MakeArrayMover`)."""
+    targets = [_TargetArray.from_array(like) for like in templates]
     computed = [
         k
         for k, move in enumerate(moves)
@@ -144,7 +146,7 @@ class _ConversionProgram:
             is_here = arrays[move.sources[0]].sharding.device_set == target.sharding.device_set
             wanted.append(_make_auto_sharding(target.sharding) if is_here and target.committed else None)
             self.shardings.append(None if is_here else target.sharding)
-        self._program = jax.jit(self._compute_results, out_shardings=wanted)
+        self._program = jax.jit(self._copy_and_convert_arrays, out_shardings=wanted)
         if any(each is not None for each in self.shardings):
             lowered = self._program.lower(list(map(_move_to_auto_axes, arrays)))
             self.shardings = [
@@ -156,7 +158,7 @@ class _ConversionProgram:
         made = self._program([_move_to_auto_axes(array) for array in arrays]) if self._moves else []
         return [wait_on_cpu(array) for array in made]
 
-    def _compute_results(self, arrays: Arrays) -> list[jax.Array]:
+    def _copy_and_convert_arrays(self, arrays: Arrays) -> list[jax.Array]:
         # The next training step may donate the source arrays, so copy even arrays that need no conversion.
         return [
             jnp.copy(
@@ -215,8 +217,8 @@ class _Transfer:
     ) -> _Transfer:
         """Return the transfer of an array from a sharding to a target, by collectives if possible, else in rounds."""
         shape = target.shape
-        source_indices = _find_shard_indices(sharding, shape)
-        target_indices = _find_shard_indices(target.sharding, shape)
+        source_indices = _map_devices_to_indices(sharding, shape)
+        target_indices = _map_devices_to_indices(target.sharding, shape)
         pieces = find_block_transfers(source_indices, {d: [index] for d, index in target_indices.items()})
         numbers = (
             {device: n for n, device in enumerate(senders)},
@@ -236,7 +238,7 @@ class _Transfer:
             min(source_dtype, target.dtype, key=lambda each: each.itemsize),
             target.dtype,
             steps or (),
-            () if steps else _group_into_rounds(pieces, source_indices, target_indices, *numbers),
+            () if steps else _group_blocks_into_rounds(pieces, source_indices, target_indices, *numbers),
             target,
         )
 
@@ -246,28 +248,28 @@ class _Transfer:
         return max(1, math.prod(self.source_shape) * self.sent_dtype.itemsize)
 
 
-def _find_shard_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Index]:
+def _map_devices_to_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, Index]:
     found = sharding.devices_indices_map(shape)
     return {
         device: normalize_index(index or make_full_index(shape), shape) for device, index in found.items()
     }
 
 
-def _group_into_rounds(
-    pieces: Iterable[BlockTransfer[Device]],
+def _group_blocks_into_rounds(
+    blocks: Iterable[BlockTransfer[Device]],
     source_indices: Mapping[Device, Index],
     target_indices: Mapping[Device, Index],
     senders: Mapping[Device, int],
     receivers: Mapping[Device, int],
 ) -> tuple[TransferRound, ...]:
     """Group blocks into rounds of one shape. No device sends or receives two blocks in a round."""
-    rounds: list[tuple[tuple[int, ...], bool, dict[int, ReceivedPiece]]] = []
+    rounds: list[tuple[tuple[int, ...], bool, dict[int, ReceivedBlock]]] = []
     count = len(senders)
 
     def compute_sort_key(piece: BlockTransfer[Device]) -> tuple[int, int]:
         return (receivers[piece.receiver] - senders[piece.sender]) % count, senders[piece.sender]
 
-    for piece in sorted(pieces, key=compute_sort_key):
+    for piece in sorted(blocks, key=compute_sort_key):
         sender, receiver = senders[piece.sender], receivers[piece.receiver]
         shape, is_kept = compute_block_shape(piece.block), piece.sender == piece.receiver
         row = (
@@ -309,19 +311,19 @@ class _TransferProgram:
         self._is_local = senders == receivers
         if self._is_local:
             self._run = self._compile_for_mesh(
-                lambda inputs: self._join_pieces(self._exchange_pieces(self._slice_pieces(inputs))),
+                lambda inputs: self._join_blocks(self._exchange_blocks(self._slice_blocks(inputs))),
                 0,
                 ins,
                 outs,
             )
             return
-        self._send = self._compile_for_mesh(self._slice_pieces, 0, ins, slots)
-        self._move = self._compile_for_mesh(self._exchange_pieces, 2, slots, slots)
-        self._receive = self._compile_for_mesh(self._join_pieces, 1, slots, outs)
+        self._send = self._compile_for_mesh(self._slice_blocks, 0, ins, slots)
+        self._move = self._compile_for_mesh(self._exchange_blocks, 2, slots, slots)
+        self._receive = self._compile_for_mesh(self._join_blocks, 1, slots, outs)
 
     def __call__(self, arrays: Arrays) -> list[jax.Array]:
         given = [_stack_shards(array, self._meshes[0]) for array in arrays]
-        made = self._run(given) if self._is_local else self._run_three_programs(given)
+        made = self._run(given) if self._is_local else self._send_exchange_and_receive(given)
         return [
             _join_shards(
                 each.target.shape, each.target.sharding, _list_shards(wait_on_cpu(array)), each.target.dtype
@@ -329,7 +331,7 @@ class _TransferProgram:
             for each, array in zip(self._transfers, made, strict=True)
         ]
 
-    def _run_three_programs(self, stacked: Arrays) -> Arrays:
+    def _send_exchange_and_receive(self, stacked: Arrays) -> Arrays:
         """Run three programs, on the senders, on all devices, and on the receivers, and return the received shards.
 
         A process runs only the programs of meshes that contain a device of this process.
@@ -351,7 +353,7 @@ class _TransferProgram:
         )
         return jax.jit(mapped)
 
-    def _slice_pieces(self, shards: Arrays) -> list[list[jax.Array]]:
+    def _slice_blocks(self, shards: Arrays) -> list[list[jax.Array]]:
         """Return, for each class of equal transfers, the blocks that this device sends, one for each round."""
         place, found = jax.lax.axis_index(_DIM), list[list[jax.Array]]()
         for first, *others in self._classes:
@@ -368,7 +370,7 @@ class _TransferProgram:
                 found[-1].append(jax.lax.dynamic_slice(stacked, begin, (len(stacked), *shape)))
         return found
 
-    def _exchange_pieces(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    def _exchange_blocks(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """Exchange blocks, and return blocks that this device receives. Rounds of the same devices run together."""
         together: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for c, (first, *_) in enumerate(self._classes):
@@ -391,7 +393,7 @@ class _TransferProgram:
                 found[c][r] = part.reshape(sent[c][r].shape)
         return found
 
-    def _move_to_mesh(self, pieces: list[list[jax.Array]] | None, mesh_index: int) -> list[list[jax.Array]]:
+    def _move_to_mesh(self, blocks: list[list[jax.Array]] | None, mesh_index: int) -> list[list[jax.Array]]:
         """Return blocks as arrays on the mesh at `mesh_index`, without sending any. Missing blocks become zeros."""
         mesh, local = self._meshes[mesh_index], _list_local_devices(self._meshes[mesh_index])
         shapes = [
@@ -401,7 +403,7 @@ class _TransferProgram:
         dtypes = [_choose_sent_dtype(self._transfers[numbers[0]].sent_dtype) for numbers in self._classes]
         held: dict[tuple[int, int, Device], jax.Array] = {
             (c, r, shard.device): shard.data
-            for c, row in enumerate(pieces or [])
+            for c, row in enumerate(blocks or [])
             for r, slot in enumerate(row)
             for shard in wait_on_cpu(slot).addressable_shards
         }
@@ -422,21 +424,21 @@ class _TransferProgram:
             for c, row in enumerate(shapes)
         ]
 
-    def _join_pieces(self, received: list[list[jax.Array]]) -> list[jax.Array]:
+    def _join_blocks(self, received: list[list[jax.Array]]) -> list[jax.Array]:
         """Return this device's shard of each array, assembled from the received blocks."""
         found = dict[int, jax.Array]()
-        for numbers, pieces in zip(self._classes, received, strict=True):
+        for numbers, blocks in zip(self._classes, received, strict=True):
             transfer = self._transfers[numbers[0]]
-            made = pieces[0] if transfer.steps else self._join_rounds(transfer, len(numbers), pieces)
+            made = blocks[0] if transfer.steps else self._join_rounds(transfer, len(numbers), blocks)
             made = jax.lax.bitcast_convert_type(made, transfer.sent_dtype).astype(transfer.dtype)
             found.update(zip(numbers, made, strict=True))
         return [found[k] for k in range(len(self._transfers))]
 
-    def _join_rounds(self, transfer: _Transfer, num_arrays: int, pieces: Arrays) -> jax.Array:
+    def _join_rounds(self, transfer: _Transfer, num_arrays: int, blocks: Arrays) -> jax.Array:
         """Return this device's shards of stacked arrays, assembled from the blocks that it got in each round."""
         num_devices, place = self._meshes[1].size, jax.lax.axis_index(_DIM)
         made = _view_as_integers(jnp.zeros((num_arrays, *transfer.target_shape), transfer.sent_dtype))
-        for (shape, rows), piece in zip(transfer.rounds, pieces, strict=True):
+        for (shape, rows), piece in zip(transfer.rounds, blocks, strict=True):
             if shape == transfer.target_shape and len(rows) == num_devices:
                 return piece
             begins = np.zeros((num_devices, len(transfer.target_shape)), np.int32)

@@ -55,8 +55,8 @@ class PaddedArray:
     __array_priority__ = 100
     committed = True
     is_padded = True
-    # jnp.zeros_like would copy the sharding of a committed array, which JAX refuses for uneven shapes, so say that this
-    # array is uncommitted.
+    # jnp.zeros_like would copy the sharding of a committed array, which JAX refuses for uneven shapes, so claim to be
+    # uncommitted.
     _committed = False
     weak_type = False
     sharding = property(operator.attrgetter("array.sharding"))
@@ -127,15 +127,15 @@ class PaddedArray:
         return f"PaddedArray({self.array!r}, {self.shape})"
 
 
-def _make_operator(name: str) -> Callable[..., Array]:
+def _make_operator_method(name: str) -> Callable[..., Array]:
     def call_operator(self: PaddedArray, *args: object) -> Array:
-        return getattr(self.__jax_array__(), name)(*map(_convert_padded_operand, args))
+        return getattr(self.__jax_array__(), name)(*map(_unpad_operand, args))
 
     call_operator.__name__ = name
     return call_operator
 
 
-def _convert_padded_operand(value: object) -> object:
+def _unpad_operand(value: object) -> object:
     return value.__jax_array__() if isinstance(value, PaddedArray) else value
 
 
@@ -150,7 +150,7 @@ _COMPARISONS = ("contains", "eq", "ge", "gt", "le", "lt", "ne")
 _UNARY = ("abs", "bool", "complex", "float", "index", "int", "invert", "iter", "neg", "pos", "round")
 PaddedArray.block_until_ready = _wait_until_ready  # type: ignore[attr-defined]
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_COMPARISONS, *_UNARY):
-    setattr(PaddedArray, f"__{_name}__", _make_operator(f"__{_name}__"))
+    setattr(PaddedArray, f"__{_name}__", _make_operator_method(f"__{_name}__"))
 
 
 def pad_array(array: Array, shape: Sequence[int]) -> Array:
@@ -196,7 +196,7 @@ def unwrap_padded_array(array: Array) -> Array:
     return array.array if isinstance(array, PaddedArray) else array
 
 
-def explain_no_padding(variable: VariableSpec, layout: Layout) -> str:
+def explain_why_padding_is_impossible(variable: VariableSpec, layout: Layout) -> str:
     """Return why an array cannot be stored padded, or an empty text if it can."""
     if layout.mesh.explicit_dims:
         return f"JAX cannot slice padding off along the explicit axes of {layout.mesh.explicit_dims[0]!r}"
@@ -205,8 +205,8 @@ def explain_no_padding(variable: VariableSpec, layout: Layout) -> str:
     return "random keys are not padded" if variable.dtype.startswith("key<") else ""
 
 
-def replace_by_logical_shapes(tree: T) -> T:
-    """Return a tree for tracing, with a `ShapeDtypeStruct` in place of each `PaddedArray` and host array."""
+def replace_padded_arrays_by_shapes(tree: T) -> T:
+    """Return a tree for tracing: a `ShapeDtypeStruct` replaces each `PaddedArray` and each array in host memory."""
 
     def replace_leaf(leaf: object) -> object:
         if isinstance(leaf, jax.Array) and find_memory_kind(leaf):
@@ -219,10 +219,10 @@ def replace_by_logical_shapes(tree: T) -> T:
     return jax.tree.map(replace_leaf, tree)
 
 
-def wrap_for_stored_arrays(
+def wrap_to_take_stored_arrays(
     function: Callable[..., T], *trees: object
 ) -> tuple[Callable[..., T], list[Array]]:
-    """Return a function that takes the stored, padded arrays of `trees`, and the list of these arrays."""
+    """Return a wrapper of `function` that takes the stored, padded arrays of `trees`, and a list of these arrays."""
     leaves, tree = jax.tree.flatten(trees)
     shapes = [leaf.shape if isinstance(leaf, PaddedArray) else None for leaf in leaves]
 

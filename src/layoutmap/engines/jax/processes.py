@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
-from layoutmap.engines.checks import make_different_values_error
+from layoutmap.engines.checks import make_unequal_initial_values_error
 from layoutmap.engines.jax.devices import Device
 
 
@@ -68,7 +68,7 @@ def _make_process_sharding(devices: tuple[Device, ...]) -> NamedSharding:
 
 
 def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
-    """Return the seed of each initializer with a program, by key. All processes get the seeds of process 0.
+    """Return a dict from keys of initializers with programs to seeds. All processes get the seeds of process 0.
 
     Args:
         initializers: The initializers by key, in the same order in all processes.
@@ -93,7 +93,7 @@ def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devic
         len(set(gather_from_processes(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0]))
         > 1
     ):
-        raise make_different_values_error("the processes create different variables")
+        raise make_unequal_initial_values_error("the processes create different variables")
     sent = np.concatenate(
         [np.frombuffer(leaf.tobytes(), np.uint8) for leaf in plain] or [np.empty(0, np.uint8)]
     )

@@ -6,7 +6,8 @@ differ in the last bit. So the program is traced, and each operation that rounds
 devices of the mesh. Operations that never round (moves, whole numbers) are compiled with the next one that does.
 
 The result of an operation that sums elements (a matrix product, a sum, a QR decomposition) depends on the sharding of
-its operand. A program with such an operation cannot be computed in shards; `explain_no_shards` names the operation.
+its operand. A program with such an operation cannot be computed in shards. For such a program,
+`explain_why_sharding_changes_values` returns the name of the operation.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _make_empty_debug_info(num_arguments: int) -> DebugInfo:
     return jax.make_jaxpr(lambda *_: [])(*(0 for _ in range(num_arguments))).jaxpr.debug_info
 
 
-def explain_no_shards(closed: ClosedJaxpr) -> str:
+def explain_why_sharding_changes_values(closed: ClosedJaxpr) -> str:
     """Return why computing a program in shards could change its result, or an empty text if that is safe."""
     if any(jnp.size(const) > _MAX_CONSTANT_SIZE for const in closed.consts):
         return "its value is computed from a constant array"
@@ -111,7 +112,7 @@ def _iterate_unshardable_operations(jaxpr: Jaxpr) -> Iterator[str]:
                 yield from _iterate_unshardable_operations(nested)
             continue
         rounds = any(map(_has_rounding_dtype, (*eqn.invars, *eqn.outvars)))
-        if any(map(is_ref, eqn.invars)) or (name not in _SAME_WHEN_SHARDED and rounds):
+        if any(map(is_mutable_ref, eqn.invars)) or (name not in _SAME_WHEN_SHARDED and rounds):
             yield name
 
 
@@ -124,7 +125,7 @@ def iterate_inner_jaxprs(params: Iterable[object]) -> Iterator[Jaxpr]:
             yield param
 
 
-def is_ref(var: object) -> TypeGuard[Var]:
+def is_mutable_ref(var: object) -> TypeGuard[Var]:
     """Return whether a variable is a mutable `Ref`."""
     return isinstance(var, Var) and not isinstance(var.aval, jax.core.ShapedArray)
 
@@ -149,7 +150,7 @@ class ShardedProgram:
     """Compile a traced program in segments, and compute its result in one sharding.
 
     Args:
-        closed: The result of `trace_program`, for which `explain_no_shards` returns an empty text.
+        closed: The result of `trace_program`, for which `explain_why_sharding_changes_values` returns an empty text.
         sharding: The sharding of the result.
     """
 
@@ -205,7 +206,7 @@ class ShardedProgram:
         return made if made.sharding == self._sharding else jax.device_put(made, self._sharding)
 
     def _map_inputs_to_values(self, seed_leaves: Sequence[jax.Array]) -> dict[Var, Any]:
-        """Return the values of the program's inputs, constants, and literals, by variable."""
+        """Return a dict from the variables of the program's inputs, constants, and literals to their values."""
         jaxpr = self._closed.jaxpr
         values = dict(zip(jaxpr.invars, seed_leaves, strict=True))
         return values | dict(zip(jaxpr.constvars, self._closed.consts, strict=True)) | self._literals

@@ -39,7 +39,7 @@ MARK = "layoutmap_mark"
 """The dim of a mesh whose sharding constraints mark layer outputs. They are replaced by layouts later."""
 
 
-def _make_unsupported_error(missing: str) -> EngineError:
+def _make_jaxlib_error(missing: str) -> EngineError:
     return EngineError(
         f"jaxlib {jaxlib.version.__version__}: the layouts of a step cannot be found",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
@@ -71,13 +71,13 @@ def parse_module(text: str | bytes) -> _ir.Module:
 def check_shardy_passes() -> None:
     """Raise an `EngineError` if this jaxlib lacks MLIR's bindings or Shardy's passes."""
     if _missing:
-        raise _make_unsupported_error(_missing)
+        raise _make_jaxlib_error(_missing)
     with make_mlir_context():
         try:
             _PassManager.parse(PASS)
         except (ValueError, RuntimeError) as error:
             said = str(error)
-            raise _make_unsupported_error(said.partition("error: ")[2].partition("\n")[0] or said) from error
+            raise _make_jaxlib_error(said.partition("error: ")[2].partition("\n")[0] or said) from error
 
 
 def format_sharding(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
@@ -88,7 +88,7 @@ def format_sharding(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
     return f"<@{mesh}, [{', '.join(f'{{{each}}}' for each in (*names, *[''] * (rank - layout.rank)))}]>"
 
 
-def copy_with_layouts(
+def copy_module_with_layouts(
     module: _ir.Module,
     mesh: Mesh,
     argument_layouts: Sequence[Layout | None],
@@ -110,14 +110,11 @@ def copy_with_layouts(
         dims = ", ".join(f'"{name}"={size}' for name, size in zip(mesh.dim_names, mesh.shape, strict=True))
         block = copy.regions[0].blocks[0]
         functions = [op for op in block if op.operation.name == "func.func"]
-        named = {
-            "sym_name": _ir.StringAttr.get(MESH),
-            "mesh": _ir.Attribute.parse(f"#sdy.mesh<[{dims}]>"),
-        }
+        named = {"sym_name": _ir.StringAttr.get(MESH), "mesh": _ir.Attribute.parse(f"#sdy.mesh<[{dims}]>")}
         _ir.Operation.create("sdy.mesh", attributes=named, ip=_ir.InsertionPoint.at_block_begin(block))
         copy.attributes["mhlo.num_partitions"] = _ir.Attribute.parse(f"{mesh.size} : i32")
         main = next(f for f in functions if f.attributes["sym_name"].value == "main")
-        _pad_boundary(main, argument_layouts, result_layouts)
+        _pad_arguments_and_results(main, argument_layouts, result_layouts)
         donated = {n: f"{n} : i32" for n, layout in enumerate(result_layouts) if layout is not None}
         for name, layouts, types, aliases in (
             ("arg_attrs", argument_layouts, main.type.inputs, donated),
@@ -126,12 +123,12 @@ def copy_with_layouts(
             main.attributes[name] = _make_layout_attributes(main.attributes, name, layouts, types, aliases)
         for op in list_layer_marks(copy):
             name, shape = getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)
-            _replace_mark(op, choose_mark_layout(name, shape))
+            _replace_mark_by_layout(op, choose_mark_layout(name, shape))
         return copy
 
 
 # Shardy drops the shardings of uneven arguments and results, so pad these like training steps do (decisions/0230).
-def _pad_boundary(
+def _pad_arguments_and_results(
     main: Any, argument_layouts: Sequence[Layout | None], result_layouts: Sequence[Layout | None]
 ) -> None:
     """Change a function so that it takes padded arguments, which it slices first, and returns padded results."""
@@ -209,12 +206,12 @@ def list_operations(module: Module, prefix: str) -> list[_ir.Operation]:
     """List the operations with names that start with `prefix`, in order."""
     found: list[_ir.Operation] = []
 
-    def append_if_matching(op: _ir.Operation) -> _ir.WalkResult:
+    def append_if_prefixed(op: _ir.Operation) -> _ir.WalkResult:
         if op.name.startswith(prefix):
             found.append(op)
         return _ir.WalkResult.ADVANCE
 
-    module.operation.walk(append_if_matching)
+    module.operation.walk(append_if_prefixed)
     return found
 
 
@@ -259,13 +256,13 @@ def list_layer_marks(module: Module) -> list[_ir.Operation]:
         if op.operation.name == "sdy.mesh" and f'"{MARK}"' in str(op.attributes["mesh"])
     }
 
-    def is_mark(op: _ir.Operation) -> bool:
+    def is_layer_mark(op: _ir.Operation) -> bool:
         return str(op.attributes["sharding"]).partition("@")[2].partition(",")[0] in mark_meshes
 
-    return list(filter(is_mark, list_operations(module, "sdy.sharding_constraint")))
+    return list(filter(is_layer_mark, list_operations(module, "sdy.sharding_constraint")))
 
 
-def _replace_mark(op: _ir.Operation, layout: Layout | None) -> None:
+def _replace_mark_by_layout(op: _ir.Operation, layout: Layout | None) -> None:
     rank = len(op.results[0].type.shape)
     if layout is None or layout.rank != rank:
         op.results[0].replace_all_uses_with(op.operands[0])

@@ -26,7 +26,11 @@ from layoutmap.core.blocks import (
 from layoutmap.core.errors import EngineError, LayoutMapError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import is_python_number_or_list, make_element_type_error, make_non_numeric_error
+from layoutmap.engines.checks import (
+    is_python_number_or_list,
+    make_bad_dtype_error,
+    make_non_numeric_error,
+)
 from layoutmap.engines.protocol import PlacementWithoutLayout
 from layoutmap.engines.tensorflow.devices import (
     NativeLayout,
@@ -45,15 +49,15 @@ default_mesh_lock = threading.RLock()
 """The lock for setting DTensor's default mesh, which DTensor also sets when it creates a variable or relayouts."""
 
 _lock = threading.Lock()
-# By DTensor mesh, the mesh of layoutmap that was first converted to it: a mesh with and without devices become one
-# DTensor mesh. The keys are texts, because DTensor creates an object for each layout. A tensor's attribute `_MADE_IN`
-# takes precedence.
+# From each mesh of DTensor to the mesh of layoutmap that was first converted to it, because meshes with and without
+# devices become one mesh of DTensor. Keys are texts, because DTensor creates a mesh object for each layout. A tensor's
+# attribute `_MADE_IN` takes precedence.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
 
 
 def convert_layout(layout: Layout) -> NativeLayout:
-    """Convert a layout to DTensor's, and record its mesh for later lookups."""
+    """Return DTensor's layout for a layout, and record the layout's mesh, so that `get_layout` finds the same mesh."""
     native = make_native_layout(layout)
     with _lock:
         _mesh_of_native.setdefault(native.mesh.to_string(), layout.mesh)
@@ -71,7 +75,7 @@ def get_layout(array: object) -> Layout | None:
     if (made_in := getattr(array, _MADE_IN, None)) is not None:
         return made_in
     native = dtensor.fetch_layout(array)
-    return Layout(list(native.sharding_specs), _find_mesh(native.mesh))
+    return Layout(list(native.sharding_specs), _find_recorded_mesh(native.mesh))
 
 
 def find_placement(array: object, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
@@ -88,7 +92,7 @@ def find_placement(array: object, meshes: Sequence[Mesh] = ()) -> Layout | Place
     )
 
 
-def _find_mesh(native_mesh: NativeMesh) -> Mesh:
+def _find_recorded_mesh(native_mesh: NativeMesh) -> Mesh:
     with _lock:
         known = _mesh_of_native.get(native_mesh.to_string())
     return known or convert_native_mesh(native_mesh)
@@ -101,7 +105,7 @@ def record_layout(array: T, layout: Layout) -> T:
 
 
 def convert_fitting_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
-    """Convert a layout to DTensor's, or raise if it does not fit the shape."""
+    """Return DTensor's layout for a layout, or raise if the layout does not fit the shape."""
     layout.check_fits(shape, name)
     return convert_layout(layout)
 
@@ -109,7 +113,7 @@ def convert_fitting_layout(layout: Layout, shape: tuple[int, ...], name: str = "
 def check_dtype(name: str, path: str) -> None:
     """Raise an `EngineError` for a dtype that sharded tensors do not support."""
     if not is_numeric_dtype(name):
-        raise make_element_type_error("TensorFlow", name, path)
+        raise make_bad_dtype_error("TensorFlow", name, path)
 
 
 def canonicalize_values(values: Any) -> NumpyArray:
@@ -239,7 +243,7 @@ def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
         return dtensor.relayout(tensor, convert_layout(layout))
 
 
-def relayout_with_single_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
+def relayout_with_size_one_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     """Return a tensor of a trace in a layout that also names mesh dims of size 1, for results of the function."""
     native = make_native_layout(layout, keep_single=True)
     if tf.executing_eagerly() or native == convert_layout(layout):
@@ -266,7 +270,7 @@ def _replicate_over_processes(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     pieces = Layout([*layout.sharding_specs, None], layout.mesh)
     packed = dtensor.pack(flat, convert_layout(pieces))
     joined = dtensor.relayout(packed, convert_layout(Layout.replicated(layout.mesh, pieces.rank)))
-    values = _reinterpret_integers_as(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
+    values = _reinterpret_integers_as_dtype(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
     return create_from_blocks(
         get_static_shape(tensor), Layout.replicated(layout.mesh, layout.rank), values.__getitem__
     )
@@ -280,7 +284,7 @@ def _reinterpret_as_integers(values: NumpyArray, integer_type: type) -> NumpyArr
     return np.ascontiguousarray(values)[..., None].view(integer_type)
 
 
-def _reinterpret_integers_as(integers: NumpyArray, dtype: type) -> NumpyArray:
+def _reinterpret_integers_as_dtype(integers: NumpyArray, dtype: type) -> NumpyArray:
     if np.dtype(dtype).itemsize < 4:
         integers = integers.astype(np.uint8)
     return np.ascontiguousarray(integers).view(dtype)[..., 0]

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.tensorflow.arrays import default_mesh_lock
 from layoutmap.engines.tensorflow.selfcheck import GROUP_SIZE_SETTING
 from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
@@ -41,7 +41,7 @@ class _CollectedWrites:
         self.graph = tf.compat.v1.get_default_graph()
         self.values: dict[int, tuple[Callable[[tf.Tensor], object], tf.Tensor]] = {}
 
-    def write_all(self) -> None:
+    def write_collected_values(self) -> None:
         """Write the collected values, or raise a `WriteOrderError` if other operations could access a variable."""
         for write, value in self.values.values():
             write(value)
@@ -93,14 +93,14 @@ class StepFunction:
 
     def __init__(self, step: Callable[..., object], **options: Any):
         @functools.wraps(step)
-        def write_at_end(*args: object) -> object:
-            with set_temporarily(_current, "writes", _CollectedWrites()):
+        def call_step_and_write(*args: object) -> object:
+            with set_attribute_temporarily(_current, "writes", _CollectedWrites()):
                 result = step(*args)
-                _current.writes.write_all()
+                _current.writes.write_collected_values()
             return result
 
         self._plain = tf.function(step, **options)
-        self._writing_at_end: Any = tf.function(write_at_end, **options)
+        self._writing_at_end: Any = tf.function(call_step_and_write, **options)
         self._compiled: set[Hashable] = set()
 
     @property
@@ -110,7 +110,7 @@ class StepFunction:
 
     def get_concrete_function(self, *args: object) -> Any:
         """Return the concrete function that is traced for these arguments."""
-        return self._call_method("get_concrete_function", *args)
+        return self._call_step_method("get_concrete_function", *args)
 
     def __call__(self, *args: object) -> object:
         """Run the step."""
@@ -122,15 +122,15 @@ class StepFunction:
             # A constant argument has a new value, so the step was traced again, and writes in a different order.
             except WriteOrderError:
                 pass
-        result = self._call_method("__call__", *args)
+        result = self._call_step_method("__call__", *args)
         self._compiled.add(signature)
         return result
 
-    def _call_method(self, method_name: str, *args: object) -> Any:
+    def _call_step_method(self, method_name: str, *args: object) -> Any:
         with default_mesh_lock:
             if self._writing_at_end is not None:
                 try:
-                    with _combine_all_reduces():
+                    with _enable_combined_all_reduces():
                         return getattr(self._writing_at_end, method_name)(*args)
                 except WriteOrderError:
                     self._writing_at_end = None
@@ -138,7 +138,7 @@ class StepFunction:
 
 
 @contextmanager
-def _combine_all_reduces() -> Generator[None]:
+def _enable_combined_all_reduces() -> Generator[None]:
     """Until the block ends, let DTensor combine the all-reduces of each function that it compiles."""
     before = os.environ.pop(GROUP_SIZE_SETTING, None)
     try:

@@ -17,16 +17,16 @@ from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
-    bind_devices,
+    bind_mesh_to_devices,
     check_no_explicit_axes,
-    check_no_host_memory,
     check_simulated_devices,
-    make_more_devices_fix,
+    format_fix_for_too_few_devices,
     make_no_devices_error,
+    refuse_layout_in_host_memory,
     resolve_device_names,
 )
 from layoutmap.engines.tensorflow.refusals import install_refusal_patches
-from layoutmap.engines.tensorflow.selfcheck import wait_for_devices
+from layoutmap.engines.tensorflow.selfcheck import make_operations_wait_for_devices
 
 dtensor = tf.experimental.dtensor
 NativeMesh: TypeAlias = tf.experimental.dtensor.Mesh
@@ -69,10 +69,10 @@ def simulate_devices(num_devices: int) -> None:
 def bind_mesh(mesh: Mesh) -> Mesh:
     """Return a mesh with devices of this machine: its own devices, or the first devices for an abstract mesh."""
     check_no_explicit_axes(mesh, "TensorFlow")
-    fix = make_more_devices_fix("TensorFlow", mesh.size)
+    fix = format_fix_for_too_few_devices("TensorFlow", mesh.size)
     names = resolve_device_names(mesh, list_device_names, "TensorFlow", fix, shorten_device_name)
     here = (i for i, name in enumerate(names) if _expand_device_name(name).task == dtensor.client_id())
-    return bind_devices(mesh, mesh.devices or names, here)
+    return bind_mesh_to_devices(mesh, mesh.devices or names, here)
 
 
 def shorten_device_name(name: str) -> str:
@@ -92,9 +92,9 @@ def _expand_device_name(name: str) -> tf.DeviceSpec:
 
 @functools.lru_cache(_MAX_NATIVES)
 def make_native_mesh(mesh: Mesh) -> NativeMesh:
-    """Return DTensor's mesh for a mesh."""
+    """Return the mesh of DTensor for a mesh of layoutmap."""
     bound = bind_mesh(mesh)
-    wait_for_devices()
+    make_operations_wait_for_devices()
     install_refusal_patches()
     everywhere = [_expand_device_name(name) for name in bound.devices or ()]
     return dtensor.Mesh(
@@ -109,17 +109,17 @@ def make_native_mesh(mesh: Mesh) -> NativeMesh:
 
 @functools.lru_cache(_MAX_NATIVES)
 def make_native_layout(layout: Layout, *, keep_single: bool = False) -> NativeLayout:
-    """Return DTensor's layout for a layout, on devices of this machine (see `make_native_specs`)."""
+    """Return the layout of DTensor for a layout of layoutmap, on devices of this machine (see `make_native_specs`)."""
     return dtensor.Layout(make_native_specs(layout, keep_single=keep_single), make_native_mesh(layout.mesh))
 
 
 def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]:
-    """Return DTensor's sharding specs for a layout, without using a device.
+    """Return the sharding specs of DTensor for a layout of layoutmap, without using a device.
 
     Without `keep_single`, mesh dims of size 1 are left out, because DTensor would not treat an axis over such a dim as
     replicated.
     """
-    check_no_host_memory(layout, "TensorFlow", "a layout of DTensor names no memory")
+    refuse_layout_in_host_memory(layout, "TensorFlow", "a layout of DTensor names no memory")
     specs: list[str] = []
     for axis in range(layout.rank):
         sharding = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]
@@ -137,7 +137,7 @@ def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]
 
 
 def convert_native_mesh(native_mesh: NativeMesh) -> Mesh:
-    """Return the `Mesh` for a mesh of DTensor, with short device names."""
+    """Return the `Mesh` of layoutmap for a mesh of DTensor, with short device names."""
     mesh = Mesh.from_string(native_mesh.to_string())
     names = mesh.devices or ()
     if any(not name for name in names):  # names of other processes' devices are missing, so list all

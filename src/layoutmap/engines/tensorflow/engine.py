@@ -26,9 +26,9 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.checks import (
+    check_function_returns_one_array,
     check_initial_value,
-    check_initializers,
-    check_one_result,
+    check_no_initializer_is_missing,
     check_random_mode,
     store_in_cache,
     wrap_reader_with_checks,
@@ -45,7 +45,7 @@ from layoutmap.engines.tensorflow.arrays import (
     iterate_device_values,
     iterate_shards,
     relayout_tensor,
-    relayout_with_single_dims,
+    relayout_with_size_one_dims,
     to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import (
@@ -78,7 +78,7 @@ class TensorFlowEngine:
     name = "tensorflow"
     array_types: tuple[type, ...] = (tf.Tensor, tf.Variable)
     several_dims = False
-    make_mover = None
+    make_array_mover = None
     list_device_names = staticmethod(list_device_names)
     simulate_devices = staticmethod(simulate_devices)
     bind_mesh = staticmethod(bind_mesh)
@@ -120,7 +120,7 @@ class TensorFlowEngine:
         process computes only the shards of its devices, from the seeds of process 0.
         """
         natives = [self._make_checked_layout(assignment) for assignment in assignments.values()]
-        check_initializers(assignments, initializers)
+        check_no_initializer_is_missing(assignments, initializers)
         for native in natives[:1]:
             check_dtensor_results(native.mesh)
         made: dict[str, tf.Tensor] = {}
@@ -164,12 +164,12 @@ class TensorFlowEngine:
         if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # in a tf.function the rank may be unknown
                 convert_fitting_layout(layout, tuple(array.shape))
-            return relayout_with_single_dims(relayout_tensor(array, layout), layout)
+            return relayout_with_size_one_dims(relayout_tensor(array, layout), layout)
         values = canonicalize_values(array)
         convert_fitting_layout(layout, values.shape)
         with tf.init_scope():
             made = create_from_blocks(values.shape, layout, values.__getitem__)
-        return relayout_with_single_dims(made, layout)
+        return relayout_with_size_one_dims(made, layout)
 
     def make_variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
@@ -204,9 +204,9 @@ class TensorFlowEngine:
                 convert_fitting_layout(layout, shape)
                 with tf.init_scope():
                     made = _create_tensor_in_pieces(program, (), shape, layout)
-                return relayout_with_single_dims(made, layout)
+                return relayout_with_size_one_dims(made, layout)
         results = tf.nest.flatten(function(*args, **kwargs))
-        check_one_result(function, len(results))
+        check_function_returns_one_array(function, len(results))
         return self.relayout(results[0], layout)
 
     # -- helpers

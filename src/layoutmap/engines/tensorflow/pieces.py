@@ -50,13 +50,13 @@ class PiecewiseInitializer:
         def call_with_leaves(*leaves: tf.Tensor) -> object:
             return function(tf.nest.pack_sequence_as(seed, list(leaves)))
 
-        specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _convert_leaves_to_tensors(seed)]
+        specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _convert_seed_to_tensors(seed)]
         traced = tf.function(call_with_leaves, autograph=False).get_concrete_function(*specs)
         self._graph = traced.graph  # keep the graph alive, because operations do not
         self._inputs = [tensor.ref() for tensor in traced.inputs]
         self._num_seeds = len(specs)
         self.outputs: list[tf.Tensor] = tf.nest.flatten(traced.structured_outputs)
-        self.why_global = self._explain_no_pieces()
+        self.why_global = self._explain_why_not_piecewise()
 
     def compute_blocks(self, seed: object, indices: Iterable[Index]) -> dict[Ends, NumpyArray]:
         """Compute values piece by piece. Return a dict with the block at each of `indices`.
@@ -99,7 +99,7 @@ class PiecewiseInitializer:
         """Return whether a tensor has the output's shape and several elements, so that spans of it are computed."""
         return tensor.shape == self.outputs[0].shape and tensor.shape.num_elements() != 1
 
-    def _explain_no_pieces(self) -> str:
+    def _explain_why_not_piecewise(self) -> str:
         """Return why the output cannot be computed in pieces, or an empty text if it can."""
         if len(self.outputs) != 1:
             return f"its program returns {len(self.outputs)} values"
@@ -117,7 +117,7 @@ class PiecewiseInitializer:
         return ""
 
     def _find_span_operands(self, tensor: tf.Tensor) -> ReasonAndOperands:
-        """Return why a tensor cannot be computed in spans, or an empty text, and the operands that it needs."""
+        """Return why a tensor cannot be computed in spans, or an empty text, and the operands of its computation."""
         op = tensor.op
         if op.type in _COUNTS:
             return "", [(operand, False) for operand in op.inputs[1:]]
@@ -137,7 +137,7 @@ class PiecewiseInitializer:
         return "", [(operand, self.is_computed_in_spans(operand)) for operand in op.inputs]
 
     def _find_full_operands(self, tensor: tf.Tensor) -> ReasonAndOperands:
-        """Return why a tensor cannot be computed in full, or an empty text, and the operands that it needs."""
+        """Return why a tensor cannot be computed in full, or an empty text, and the operands of its computation."""
         op, size = tensor.op, tensor.shape.num_elements()
         if self.find_seed_leaf_index(tensor) is not None:
             return "", []
@@ -155,7 +155,7 @@ class _SeedEvaluation:
 
     def __init__(self, program: PiecewiseInitializer, seed: object):
         self._program = program
-        self._seed = _convert_leaves_to_tensors(seed)
+        self._seed = _convert_seed_to_tensors(seed)
         self._full_tensors: TensorCache = {}
 
     def compute_elements(self, start: int, count: int) -> NumpyArray:
@@ -164,7 +164,8 @@ class _SeedEvaluation:
         if not self._program.is_computed_in_spans(output):
             return self._compute_full_tensor(output).numpy().reshape(-1)
         aligned = start - start % _RNG_GROUP
-        return self._get_cached_span(output, {}, aligned, start - aligned + count).numpy()[start - aligned :]
+        span = self._compute_span_once(output, {}, aligned, start - aligned + count)
+        return span.numpy()[start - aligned :]
 
     def _compute_full_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         if tensor.ref() not in self._full_tensors:
@@ -180,7 +181,7 @@ class _SeedEvaluation:
             self._full_tensors[tensor.ref()] = value
         return self._full_tensors[tensor.ref()]
 
-    def _get_cached_span(self, tensor: tf.Tensor, cache: TensorCache, start: int, count: int) -> tf.Tensor:
+    def _compute_span_once(self, tensor: tf.Tensor, cache: TensorCache, start: int, count: int) -> tf.Tensor:
         if tensor.ref() not in cache:
             cache[tensor.ref()] = self._compute_span(tensor, cache, start, count)
         return cache[tensor.ref()]
@@ -199,7 +200,7 @@ class _SeedEvaluation:
             source = getattr(tf.raw_ops, op.type)
             return source(shape=[count], key=key, counter=moved, alg=algorithm, dtype=tensor.dtype)
         operands = [
-            self._get_cached_span(operand, cache, start, count)
+            self._compute_span_once(operand, cache, start, count)
             if self._program.is_computed_in_spans(operand)
             else tf.reshape(self._compute_full_tensor(operand), [])
             for operand in op.inputs
@@ -248,5 +249,5 @@ def _map_argument_names(op: tf.Operation) -> dict[str, str] | None:
     return {name: name if name in there else next(renamed) for name in names}
 
 
-def _convert_leaves_to_tensors(seed: object) -> list[tf.Tensor]:
+def _convert_seed_to_tensors(seed: object) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]

@@ -48,7 +48,7 @@ class _RefusalError(EngineError, tf.errors.OpError):  # type: ignore[misc]
 _CLASSES = {kind: type("EngineError", (_RefusalError, kind), {}) for kind in _KINDS}
 
 
-def is_refusal(error: tf.errors.OpError) -> bool:
+def is_dtensor_refusal(error: tf.errors.OpError) -> bool:
     """Return whether an error says that DTensor does not compute an operation or a function."""
     # DTensor's own functions raise this class for invalid arguments, too, so recognize a refusal by its text.
     if isinstance(error, tf.errors.InvalidArgumentError):
@@ -73,9 +73,9 @@ def shorten_function_name(name: str) -> str:
     return name.removeprefix("__inference_").rpartition("_")[0] if name.startswith("__inference_") else name
 
 
-def make_refusal_error(error: tf.errors.OpError) -> tf.errors.OpError:
-    """Return a refusal of DTensor as an `EngineError` that keeps TensorFlow's class, and other errors unchanged."""
-    if isinstance(error, _RefusalError) or not is_refusal(error):
+def translate_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
+    """Return a refusal of DTensor as an `EngineError` of TensorFlow's class, too, and other errors unchanged."""
+    if isinstance(error, _RefusalError) or not is_dtensor_refusal(error):
         return error
     if found := _UNPLACED.search(error.message):
         return _CLASSES[type(error)](
@@ -109,20 +109,20 @@ def _wrap_status_conversion(
     convert: Callable[[object], tf.errors.OpError],
 ) -> Callable[[object], tf.errors.OpError]:
     """Wrap TensorFlow's conversion of a status to an error so that it converts refusals."""
-    return lambda status: make_refusal_error(convert(status))
+    return lambda status: translate_refusal(convert(status))
 
 
 def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
     """Wrap TensorFlow's execution of an operation so that it raises refusals as errors of layoutmap."""
 
     @functools.wraps(original)
-    def execute_and_convert_refusals(*args: P.args, **kwargs: P.kwargs) -> T:
+    def execute_and_translate_refusals(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return original(*args, **kwargs)
         except _KINDS as error:
-            raise make_refusal_error(error) from None
+            raise translate_refusal(error) from None
 
-    return execute_and_convert_refusals
+    return execute_and_translate_refusals
 
 
 def _wrap_block_exit(original: Callable[..., bool]) -> Callable[..., bool]:

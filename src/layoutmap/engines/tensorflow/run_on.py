@@ -18,7 +18,7 @@ import tensorflow as tf
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.patches import AttributePatch, Patches, set_temporarily
+from layoutmap.engines.patches import AttributePatch, Patches, set_attribute_temporarily
 from layoutmap.engines.tensorflow.arrays import (
     convert_layout,
     default_mesh_lock,
@@ -28,7 +28,7 @@ from layoutmap.engines.tensorflow.arrays import (
     to_numpy,
 )
 from layoutmap.engines.tensorflow.refusals import is_refusal_before_run
-from layoutmap.engines.tensorflow.traces import check_called_function, is_read_operation, is_traced_function
+from layoutmap.engines.tensorflow.traces import check_function_writes, is_read_operation, is_traced_function
 from layoutmap.engines.tested import ImportErrorConverter
 
 with ImportErrorConverter("tensorflow"):
@@ -45,7 +45,7 @@ def run_on(mesh: Mesh) -> Generator[None]:
     DTensor has one default mesh for all threads, so a thread waits here until no other thread is in such a block.
     """
     native_mesh = convert_layout(Layout.replicated(mesh, 0)).mesh
-    with default_mesh_lock, _PATCHES.activate(), set_temporarily(_current, "mesh", mesh):
+    with default_mesh_lock, _PATCHES.activate(), set_attribute_temporarily(_current, "mesh", mesh):
         default_mesh = dtensor.default_mesh(native_mesh)
         default_mesh.__enter__()
         try:
@@ -78,7 +78,7 @@ def _execute_with_fallbacks(name_position: int, execute: Callable[..., Any], *ar
     if unplaced and not is_read_operation(name):
         if not is_traced_function(name):
             return _execute_on_one_device(name_position, execute, args)
-        check_called_function(name, unplaced)
+        check_function_writes(name, unplaced)
     try:
         return execute(*args)
     except Exception as error:
@@ -106,7 +106,7 @@ def _execute_on_one_device(name_position: int, execute: Callable[..., Any], args
         is_placed = isinstance(value, tf.Tensor) and get_layout(value) is not None
         return tf.constant(to_numpy(value)) if is_placed else value
 
-    with set_temporarily(_current, "mesh", None), tf.device(None):
+    with set_attribute_temporarily(_current, "mesh", None), tf.device(None):
         gathered = tf.nest.map_structure(gather_if_on_mesh, list(args))
         if name_position == _POSITIONS["TFE_Py_Execute"]:
             gathered[1] = None  # None: the device of the enclosing tf.device

@@ -35,7 +35,7 @@ _lock = threading.Lock()
 _is_correct: dict[tuple[str, str], bool] = {}
 
 
-class Fault(NamedTuple):
+class DTensorFault(NamedTuple):
     """A fault of DTensor that an environment variable, `setting`, avoids when set to `value`."""
 
     setting: str
@@ -46,7 +46,7 @@ class Fault(NamedTuple):
 
 
 # An asynchronous error would block DTensor's queue forever, so operations wait for their devices (decisions/0009).
-def wait_for_devices() -> None:
+def make_operations_wait_for_devices() -> None:
     """Make DTensor's operations wait for their devices, unless the process has already used DTensor.
 
     By default, they do not wait. Then an operation that fails on a device makes all later operations fail.
@@ -130,7 +130,7 @@ def _is_four_axis_relayout_correct(mesh: tf.experimental.dtensor.Mesh) -> bool:
 
 
 FAULTS = (
-    Fault(
+    DTensorFault(
         GROUP_SIZE_SETTING,
         "1",
         "training steps",
@@ -138,7 +138,7 @@ FAULTS = (
         "values",
         _is_training_step_correct,
     ),
-    Fault(
+    DTensorFault(
         "DTENSOR_USE_ALL_TO_ALL_RELAYOUT",
         "0",
         "relayouts of tensors with four axes",

@@ -31,7 +31,7 @@ def check_writes_at_trace_end(function_name: str = "a tf.function") -> None:
     Args:
         function_name: The function, for the message. Later calls in the same trace do not change it.
     """
-    graph = _find_outer_graph()
+    graph = _find_outermost_graph()
     if not isinstance(graph, FuncGraph) or hasattr(graph, _CHECKED):
         return
     setattr(graph, _CHECKED, True)
@@ -41,13 +41,13 @@ def check_writes_at_trace_end(function_name: str = "a tf.function") -> None:
     )
 
 
-def relayout_captured_arrays(copy_to_mesh: Callable[[tf.Tensor], tf.Tensor]) -> None:
-    """Replace captured arrays of the traced function by copies on the mesh, since DTensor refuses unplaced arrays.
+def copy_captured_arrays_to_mesh(copy_to_mesh: Callable[[tf.Tensor], tf.Tensor]) -> None:
+    """Replace captured arrays of the traced function by copies on the mesh, since DTensor refuses arrays on no mesh.
 
     Args:
         copy_to_mesh: Function that returns an array on the mesh.
     """
-    graph = _find_outer_graph()
+    graph = _find_outermost_graph()
     with tf.init_scope():
         captures = [
             (array, placeholder, tf.experimental.dtensor.is_dtensor(array))
@@ -67,7 +67,7 @@ def relayout_captured_arrays(copy_to_mesh: Callable[[tf.Tensor], tf.Tensor]) -> 
                 setattr(placed, _REPLACED, array)
 
 
-def _find_outer_graph() -> Any:
+def _find_outermost_graph() -> Any:
     """Return the graph of the outermost function being traced, which contains the captures of branches and loops."""
     graph: Any = tf.compat.v1.get_default_graph()
     while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
@@ -85,7 +85,7 @@ def _check_written_variables(graph: FuncGraph, function_name: str) -> None:
     for operation in graph.get_operations() if unplaced else ():
         for handle in resource_uses.get_read_write_resource_inputs(operation)[1]:
             if (variable := unplaced.get(handle.ref())) is not None:
-                raise _make_write_error(variable.name, function_name)
+                raise _make_unplaced_write_error(variable.name, function_name)
 
 
 def _is_on_mesh(variable: tf.Variable) -> bool:
@@ -103,7 +103,7 @@ def is_traced_function(name: str) -> bool:
     return _context().has_function(name)
 
 
-def check_called_function(name: str, unplaced_positions: Collection[int]) -> None:
+def check_function_writes(name: str, unplaced_positions: Collection[int]) -> None:
     """Raise a `ScopeError` if a traced function writes a variable on no mesh.
 
     Args:
@@ -111,7 +111,7 @@ def check_called_function(name: str, unplaced_positions: Collection[int]) -> Non
         unplaced_positions: Positions of the inputs that are variables on no mesh.
     """
     if not _find_written_input_positions(name).isdisjoint(unplaced_positions):
-        raise _make_write_error(shorten_function_name(name), "a tf.function in run_on")
+        raise _make_unplaced_write_error(shorten_function_name(name), "a tf.function in run_on")
 
 
 @functools.lru_cache(1024)
@@ -129,7 +129,7 @@ def _find_written_input_positions(name: str) -> frozenset[int]:
     return frozenset(written)
 
 
-def _make_write_error(variable_name: str, function_name: str) -> ScopeError:
+def _make_unplaced_write_error(variable_name: str, function_name: str) -> ScopeError:
     return ScopeError(
         f"{variable_name}: {function_name} writes to a variable that is not on the mesh",
         why="every device would write to it, so a counter would count each step several times",

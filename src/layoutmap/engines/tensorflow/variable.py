@@ -91,7 +91,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
     ) -> None:
         wanted = convert_layout(layout) if layout is not None else None
         if dtype is not None or not isinstance(initial_value, (tf.Tensor, tf.Variable)):
-            initial_value = _convert_to_tensor(initial_value, dtype)
+            initial_value = _convert_to_unsharded_tensor(initial_value, dtype)
         present = get_layout(initial_value)
         if wanted is None and present is None:
             raise LayoutError(
@@ -132,7 +132,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         pass
 
     def numpy(self) -> NumpyArray:
-        """Return the global value."""
+        """Return the global value as a numpy array."""
         return to_numpy(self) if tf.executing_eagerly() else super().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NumpyArray:
@@ -167,19 +167,19 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         """
         if collect_write(self, lambda: self._relayout_and_convert(value), super().assign):
             return self
-        return self._replace_result(super().assign(self._relayout_value(value), *args, **kwargs))
+        return self._return_self_if_eager(super().assign(self._relayout_value(value), *args, **kwargs))
 
     def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Add a sharded or unsharded value (see `assign`)."""
         if collect_write(self, lambda: self.read_value() + self._relayout_and_convert(delta), super().assign):
             return self
-        return self._replace_result(super().assign_add(self._relayout_value(delta), *args, **kwargs))
+        return self._return_self_if_eager(super().assign_add(self._relayout_value(delta), *args, **kwargs))
 
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Subtract a sharded or unsharded value (see `assign`)."""
         if collect_write(self, lambda: self.read_value() - self._relayout_and_convert(delta), super().assign):
             return self
-        return self._replace_result(super().assign_sub(self._relayout_value(delta), *args, **kwargs))
+        return self._return_self_if_eager(super().assign_sub(self._relayout_value(delta), *args, **kwargs))
 
     def _relayout_and_convert(self, value: object) -> tf.Tensor:
         placed: Any = self._relayout_value(value)
@@ -192,15 +192,15 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
     # DTensor gathers rows of a variable only if axis 0 is unsharded, but rows of a tensor in any layout. So read the
     # variable to a tensor first.
     def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Return some rows of the value."""
+        """Return the rows of the value at `indices`."""
         return tf.gather(self.read_value(), indices, name=name)
 
     def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Return some elements or rows of the value (see `tf.gather_nd`)."""
+        """Return the elements or rows of the value at `indices` (see `tf.gather_nd`)."""
         return tf.gather_nd(self.read_value(), indices, name=name)
 
-    def _replace_result(self, result: object) -> Any:
-        """Return this variable instead of an eager write's result, which cannot be read. Keep results in a trace."""
+    def _return_self_if_eager(self, result: object) -> Any:
+        """Return this variable after an eager write, since its result is unreadable. In a trace, return the result."""
         return self if result is not None and tf.executing_eagerly() else result
 
     def _relayout_value(self, value: Any) -> object:
@@ -235,7 +235,7 @@ def _rebuild(values: NumpyArray, layout: Layout, settings: dict[str, Any]) -> DV
     return DVariable(values, layout=layout, **settings)
 
 
-def _convert_to_tensor(value: Any, dtype: Any) -> tf.Tensor:
+def _convert_to_unsharded_tensor(value: Any, dtype: Any) -> tf.Tensor:
     """Return a value as an unsharded tensor of numbers."""
     if not isinstance(value, (tf.Tensor, tf.Variable)):
         canonicalize_values(value)

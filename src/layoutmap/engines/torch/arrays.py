@@ -27,14 +27,14 @@ from layoutmap.core.blocks import (
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import check_no_host_memory
+from layoutmap.engines.checks import refuse_layout_in_host_memory
 from layoutmap.engines.protocol import PlacementWithoutLayout
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.devices import (
     bind_mesh,
     convert_layout_to_placements,
-    explain_no_padding,
+    explain_why_padding_is_impossible,
     find_layout,
     get_local_device,
     make_device_mesh,
@@ -65,8 +65,8 @@ def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 
 
 def check_layout_not_in_host_memory(layout: Layout) -> None:
-    """Raise for a layout in host memory. Only `fully_shard` can keep weights there (decisions/0310)."""
-    check_no_host_memory(
+    """Raise for a layout in host memory. In torch, only `fully_shard` keeps weights there (decisions/0310)."""
+    refuse_layout_in_host_memory(
         layout,
         "torch",
         "a DTensor has its shards on the devices of its mesh",
@@ -83,7 +83,7 @@ def convert_fitting_layout(
         LayoutError: The layout does not fit. With `pad`, axes may have uneven shards.
     """
     layout.check_rank(shape, name)
-    if not pad or explain_no_padding(layout, shape):
+    if not pad or explain_why_padding_is_impossible(layout, shape):
         layout.check_fits(shape, name)
     return convert_layout(layout)
 
@@ -134,7 +134,7 @@ def _describe_unsharded_placement(array: torch.Tensor) -> PlacementWithoutLayout
 
 
 def record_layout(tensor: T, layout: Layout) -> T:
-    """Store a DTensor's layout as its attribute, because placements ignore dims of size 1. Return the DTensor."""
+    """Store a DTensor's layout in an attribute, because placements lack dims of size 1. Return the DTensor."""
     setattr(tensor, _LAYOUT, layout)
     return tensor
 
@@ -225,7 +225,7 @@ def _iterate_local_shards(array: torch.Tensor) -> Iterator[tuple[Index, torch.Te
             "the DTensor has no layout",
             facts={"placements": str(array.placements)},
             why="the tensor is a partial sum, its mesh has no dim names, or no order of mesh dims gives its shards",
-            fix="give the tensor a layout: relayout(tensor, layout)",
+            fix="give the tensor a layout: layoutmap.dtensor.relayout(tensor, layout)",
         )
     check_no_slice_is_outdated("reading a tensor", array)
     ranks = simulation.list_ranks(array.device_mesh)
@@ -288,7 +288,7 @@ def gather_tensor(array: Any) -> torch.Tensor:
         with simulation.simulate_ranks(ranks):
             array = redistribute_tensor(array, [Replicate()] * array.device_mesh.ndim)
     if not simulation.is_simulated():
-        return get_local(_redistribute_any_dtype(array, [Replicate()] * array.device_mesh.ndim))
+        return get_local(_redistribute_tensor_of_any_dtype(array, [Replicate()] * array.device_mesh.ndim))
     pieces = list(_iterate_local_shards(array))
     if len(pieces) == 1:  # the only piece is the full value, so copy it only once
         return pieces[0][1].clone()
@@ -305,18 +305,18 @@ def relayout_dtensor(array: DTensor, layout: Layout, *, pad: bool = False) -> to
     """Convert a DTensor to a layout (see `convert_fitting_layout`). Gradients flow back if the mesh stays the same."""
     native, placements = convert_fitting_layout(layout, tuple(array.shape), pad=pad)
     check_no_slice_is_outdated("reading a tensor", array)
-    # Simulated collectives fail on a mesh without rank 0, so use `_move_by_broadcasts` for such a mesh.
+    # Simulated collectives fail on a mesh without rank 0, so use `_relayout_by_broadcasts` for such a mesh.
     if array.device_mesh == native and not (
         simulation.is_simulated() and 0 not in simulation.list_ranks(native)
     ):
         with simulation.simulate_mesh(native):
-            moved = _redistribute_any_dtype(array, placements)
+            moved = _redistribute_tensor_of_any_dtype(array, placements)
             # `moved` may be `array` itself, which keeps its recorded layout, so record the new layout on a view.
             return record_layout(moved.view_as(moved) if moved is array else moved, layout)
     if get_layout(array) is None:
         # If no layout describes the array's placements, gather the array first.
         return shard_tensor(gather_tensor(array), layout, pad=pad)
-    return _move_by_broadcasts(array, layout)
+    return _relayout_by_broadcasts(array, layout)
 
 
 # Collectives do not support the dtypes on the left, so send the bits in a dtype of the same width.
@@ -330,7 +330,7 @@ _CARRIERS = {
 }
 
 
-def _redistribute_any_dtype(array: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def _redistribute_tensor_of_any_dtype(array: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     """Redistribute a DTensor, even if collectives do not support its dtype."""
     carrier = _CARRIERS.get(array.dtype)
     if carrier is None:
@@ -344,10 +344,10 @@ def _redistribute_any_dtype(array: DTensor, placements: tuple[Placement, ...]) -
         return make_dtensor(bits, replace_placements(spec, tuple(placements), array.dtype))
 
 
-def _move_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
+def _relayout_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
     """Convert a DTensor to a layout on any mesh, by a broadcast of each shard to all processes."""
     shape, dtype = tuple(array.shape), array.dtype
-    wanted = find_local_indices_by_ends(layout, shape)
+    wanted = find_local_shard_indices(layout, shape)
     made: dict[Ends, torch.Tensor] = {}
     device = get_local_device(convert_layout(layout)[0])
     for ends, index in wanted.items():
@@ -362,8 +362,8 @@ def _move_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
     return create_from_blocks(shape, dtype, layout, lambda index: made[get_slice_ends(index)])
 
 
-def find_local_indices_by_ends(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
-    """Return the distinct indices of this process's shards in a layout, with their starts and stops as keys."""
+def find_local_shard_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
+    """Return a dict from starts and stops to the index, for each distinct shard of this process in a layout."""
     here = bind_mesh(layout.mesh).local_device_ids
     return {ends: index for ends, (index, _) in group_devices_by_shard(layout, shape, here).items()}
 

@@ -1,8 +1,8 @@
 """Patch torch while tensors on a mesh exist, and remove the patches when none is left.
 
 DTensors compute correctly because of these patches, so they stay as long as something needs them: a tensor on a mesh of
-this library, or a running call. After each full garbage collection, such as `gc.collect()`, this module looks for
-these, and removes the patches if there are none. It removes nothing while a function of this library runs.
+layoutmap, or a running call. After each full garbage collection, such as `gc.collect()`, this module looks for these,
+and removes the patches if there are none. It removes nothing while a function of layoutmap runs.
 
 `docs/torch-changes.md` lists what is changed, and `tests/engines/torch/test_changes.py` compares all of torch with it.
 """
@@ -38,16 +38,16 @@ def install_patches(*patches: Patch) -> None:
             if patch not in _installed:  # add it to the list once, because several scopes may install it
                 _installed.append(patch)
             patch.install()
-        if _restore_if_unused not in gc.callbacks:
-            gc.callbacks.append(_restore_if_unused)
+        if _restore_torch_if_unused not in gc.callbacks:
+            gc.callbacks.append(_restore_torch_if_unused)
 
 
-def call_when_restoring(function: Callable[[], object]) -> None:
+def call_when_patches_are_removed(function: Callable[[], object]) -> None:
     """Register a function to call when the patches are removed, in reverse order of registration."""
     _restore_callbacks.callback(function)
 
 
-def keep_patches(owner: object) -> None:
+def keep_patches_while_alive(owner: object) -> None:
     """Keep the patches as long as an object exists, such as a sharded module or a context manager."""
     _keepers.add(owner)
 
@@ -60,11 +60,11 @@ def restore_torch() -> None:
             patch.remove()
         _installed.clear()
         meshes.clear()
-        gc.callbacks.remove(_restore_if_unused)
+        gc.callbacks.remove(_restore_torch_if_unused)
         _restore_callbacks.close()  # last, so that an error here does not prevent the removals above
 
 
-def _restore_if_unused(phase: str, info: Mapping[str, int]) -> None:
+def _restore_torch_if_unused(phase: str, info: Mapping[str, int]) -> None:
     """Remove the patches after a full garbage collection, if nothing needs them."""
     if phase == "stop" and info["generation"] == 2 and not _keepers and not _has_users_of_patches():
         restore_torch()

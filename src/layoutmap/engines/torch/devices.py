@@ -24,14 +24,14 @@ from layoutmap.core.errors import EngineError, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
-    bind_devices,
+    bind_mesh_to_devices,
     check_no_explicit_axes,
     make_no_devices_error,
     resolve_device_names,
 )
 from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.changes import call_when_restoring, meshes
+from layoutmap.engines.torch.changes import call_when_patches_are_removed, meshes
 from layoutmap.engines.torch.dtensor_ops import install_patches_for_mesh
 from layoutmap.engines.torch.simulation import replace_default_group
 from layoutmap.engines.torch.specs import DTensorSpec, cache_while_meshes_exist
@@ -78,8 +78,10 @@ def bind_mesh(mesh: Mesh) -> Mesh:
     """Return a mesh with devices of this machine. An abstract mesh gets the first devices."""
     check_no_explicit_axes(mesh, "torch")
     names = resolve_device_names(mesh, list_device_names, "torch", _format_fix_for_too_few_devices(mesh.size))
-    here = set(simulation.filter_local_ranks(map(_parse_rank, names)))
-    return bind_devices(mesh, names, [i for i, name in enumerate(names) if _parse_rank(name) in here])
+    here = set(simulation.filter_local_ranks(map(_parse_rank_of_device, names)))
+    return bind_mesh_to_devices(
+        mesh, names, [i for i, name in enumerate(names) if _parse_rank_of_device(name) in here]
+    )
 
 
 def _format_fix_for_too_few_devices(num_devices: int) -> str:
@@ -96,7 +98,7 @@ def convert_device_type(device_type: str) -> str:
     return _TYPES[device_type]
 
 
-def _parse_rank(name: str) -> int:
+def _parse_rank_of_device(name: str) -> int:
     return int(name.rpartition(":")[2])
 
 
@@ -115,7 +117,7 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
         EngineError: The devices do not come in an order that torch keeps.
     """
     simulation.ensure_process_group()
-    group = simulation.get_global_group()  # part of the key, as a DeviceMesh becomes invalid with it
+    group = simulation.get_global_group()  # in the key, because a DeviceMesh ends with its group
     known = _mesh_cache.get((mesh, group))
     if known is None:
         known = _mesh_cache[mesh, group] = _create_device_mesh(mesh)
@@ -147,7 +149,7 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
     bound = bind_mesh(mesh)
     check_device_order(mesh)
     names = list(bound.devices or ())
-    ranks = np.array([_parse_rank(name) for name in names]).reshape(bound.shape)
+    ranks = np.array([_parse_rank_of_device(name) for name in names]).reshape(bound.shape)
     kind = convert_device_type(names[0].partition(":")[0])
     key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.get_global_group())
     with _lock:
@@ -155,7 +157,7 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
             with replace_default_group(simulation.get_global_group()), simulation.simulate_ranks(ranks.flat):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
             if simulation.is_simulated():
-                call_when_restoring(functools.partial(_end_groups_of_mesh, _device_meshes[key]))
+                call_when_patches_are_removed(functools.partial(_end_groups_of_mesh, _device_meshes[key]))
         return _device_meshes[key]
 
 
@@ -163,7 +165,7 @@ def check_device_order(mesh: Mesh) -> None:
     """Raise an `EngineError` if torch cannot keep the order of a mesh's devices. No device is used."""
     if not all(map(_NAME.match, mesh.devices or ("",))):
         return  # an abstract mesh gets devices in order, and device names of other frameworks contain no rank
-    ranks = np.array([_parse_rank(name) for name in mesh.devices or ()]).reshape(mesh.shape)
+    ranks = np.array([_parse_rank_of_device(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
     raise EngineError(
@@ -179,11 +181,11 @@ def convert_device_mesh_to_mesh(device_mesh: DeviceMesh) -> Mesh | None:
     known = _mesh_of.get(device_mesh)
     if known is not None or device_mesh.mesh_dim_names is None:
         return known
-    return _make_mesh_of_device_mesh(device_mesh)
+    return _make_mesh_from_device_mesh(device_mesh)
 
 
 @cache_while_meshes_exist
-def _make_mesh_of_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+def _make_mesh_from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     assert device_mesh.mesh_dim_names is not None
     kind = next(name for name, theirs in _TYPES.items() if theirs == device_mesh.device_type)
     ranks = simulation.list_ranks(device_mesh)
@@ -215,18 +217,18 @@ def convert_layout_to_placements(layout: Layout, device_mesh: DeviceMesh) -> tup
 
 
 # DTensor splits an axis by one mesh dim after another, so uneven shards may differ from the layout's (decisions/0235).
-def explain_no_padding(layout: Layout, shape: Sequence[int]) -> str:
+def explain_why_padding_is_impossible(layout: Layout, shape: Sequence[int]) -> str:
     """Return why DTensor's uneven shards would differ from those of a layout, or an empty text if they are equal."""
     for axis in layout.find_uneven_axes(shape):
         sizes, dims = [shape[axis]], layout.list_mesh_dims(axis)
         for dim in dims:
-            sizes = [part for size in sizes for part in _split_size(size, layout.mesh.dim_size(dim))]
-        if sizes != _split_size(shape[axis], layout.num_shards(axis)):
+            sizes = [part for size in sizes for part in _compute_part_sizes(size, layout.mesh.dim_size(dim))]
+        if sizes != _compute_part_sizes(shape[axis], layout.num_shards(axis)):
             return f"torch splits axis {axis} over {', '.join(dims)} one after another, which gives different shards"
     return ""
 
 
-def _split_size(size: int, num_parts: int) -> list[int]:
+def _compute_part_sizes(size: int, num_parts: int) -> list[int]:
     part = -(-size // num_parts)
     return [max(0, min(part, size - i * part)) for i in range(num_parts)]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from layoutmap.core.blocks import NumpyArray
-from layoutmap.engines.checks import is_python_number_or_list, make_element_type_error, make_non_numeric_error
+from layoutmap.engines.checks import is_python_number_or_list, make_bad_dtype_error, make_non_numeric_error
 
 
 def find_torch_dtype(name: str, path: str) -> torch.dtype:
@@ -22,7 +22,7 @@ def find_torch_dtype(name: str, path: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if isinstance(found, torch.dtype):
         return found
-    raise make_element_type_error("torch", name, path)
+    raise make_bad_dtype_error("torch", name, path)
 
 
 def format_dtype(dtype: torch.dtype) -> str:

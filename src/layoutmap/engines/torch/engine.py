@@ -30,9 +30,9 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.agreement import check_same_initial_values
 from layoutmap.engines.checks import (
+    check_function_returns_one_array,
     check_initial_value,
-    check_initializers,
-    check_one_result,
+    check_no_initializer_is_missing,
     check_random_mode,
     check_shard,
 )
@@ -42,7 +42,7 @@ from layoutmap.engines.torch.arrays import (
     convert_fitting_layout,
     convert_layout,
     create_from_blocks,
-    find_local_indices_by_ends,
+    find_local_shard_indices,
     find_placement,
     gather_tensor,
     get_layout,
@@ -65,7 +65,7 @@ from layoutmap.engines.torch.element_types import (
 )
 from layoutmap.engines.torch.malloc import return_freed_memory_to_system
 from layoutmap.engines.torch.modes import skip_function_modes
-from layoutmap.engines.torch.moving import make_mover
+from layoutmap.engines.torch.moving import make_array_mover
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.processes import (
     broadcast_seeds,
@@ -80,14 +80,14 @@ _LARGE_BYTES = 1 << 20  # after a variable of at least so many bytes, return mem
 
 
 class TorchEngine:
-    """Create and compute with DTensors. `engine()` returns the only instance. `Engine` lists the errors."""
+    """The `Engine` of torch. Its arrays are DTensors, and `engine()` returns its only instance."""
 
     name = "torch"
     array_types: tuple[type, ...] = (torch.Tensor,)
     several_dims = True
     list_device_names = staticmethod(list_device_names)
     bind_mesh = staticmethod(bind_mesh)
-    simulate_devices = staticmethod(simulation.simulate)
+    simulate_devices = staticmethod(simulation.set_number_of_simulated_devices)
     get_layout = staticmethod(get_layout)
     find_placement = staticmethod(find_placement)
     iterate_shards = staticmethod(iterate_shards)
@@ -95,7 +95,7 @@ class TorchEngine:
     iterate_device_values = staticmethod(iterate_device_values)
     canonicalize_values = staticmethod(canonicalize_values)
     check_dtype = staticmethod(find_torch_dtype)
-    make_mover = staticmethod(make_mover)
+    make_array_mover = staticmethod(make_array_mover)
 
     # -- devices and layouts
 
@@ -130,7 +130,7 @@ class TorchEngine:
         """
         for assignment in assignments.values():
             self._find_checked_dtype(assignment)
-        check_initializers(assignments, initializers)
+        check_no_initializer_is_missing(assignments, initializers)
         made: dict[str, torch.Tensor] = {}
         checksums: list[tuple[str, int]] = []
         try:
@@ -211,11 +211,11 @@ class TorchEngine:
         """
         check_random_mode(self.name, draws, ("exact", "tiles"))
         native = self.make_native_layout(Layout.replicated(mesh, 0), 0)[0]
-        by_shards = draws == "tiles"
+        draws_by_shards = draws == "tiles"
         with (
             simulation.simulate_mesh(native),
             _ReplicatingMode(mesh),
-            enable_dtensor_ops(native, by_shards=by_shards),
+            enable_dtensor_ops(native, draws_by_shards=draws_by_shards),
         ):
             yield
 
@@ -235,7 +235,7 @@ class TorchEngine:
                 made = _create_from_computed_blocks(recipe.compute_blocks, recipe.shape, recipe.dtype, layout)
                 return made.requires_grad_(bool(kwargs.get("requires_grad")))
         results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]
-        check_one_result(function, len(results))
+        check_function_returns_one_array(function, len(results))
         return self.relayout(results[0], layout)
 
     # -- helpers
@@ -324,7 +324,7 @@ def _create_from_computed_blocks(
     assignment: Assignment | None = None,
 ) -> DTensor:
     """Create a DTensor from the blocks of this process, which `compute_blocks` returns for a list of indices."""
-    indices = find_local_indices_by_ends(layout, shape)
+    indices = find_local_shard_indices(layout, shape)
     made = dict(zip(indices, compute_blocks(list(indices.values())), strict=True))
     for ends, block in made.items():
         if assignment is not None and block.dtype != dtype:

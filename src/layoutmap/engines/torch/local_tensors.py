@@ -102,7 +102,7 @@ class SimulationMode(LocalTensorMode):
             super().__exit__(*error)
 
 
-class _ThreadModes(threading.local):
+class _SimulationsPerThread(threading.local):
     """Store the active simulations of each thread, because torch stores those of all threads in one list."""
 
     def __init__(self, first: object) -> None:
@@ -116,7 +116,7 @@ _UNUSED_METHODS = tuple(
 )
 
 
-def _enter_mode(mode: LocalTensorMode) -> TorchDispatchMode:
+def _enter_simulation_mode(mode: LocalTensorMode) -> TorchDispatchMode:
     """Replace `LocalTensorMode.__enter__`: enter a mode, and let all ranks draw from one generator.
 
     Torch copies the state of the generator for each rank here, which takes longer than most operators.
@@ -153,8 +153,8 @@ def make_simulation_patches(
             AttributePatch(DeviceMesh, name, functools.partial(_wrap_mesh_method, local))
             for name, local in methods.items()
         ),
-        AttributePatch(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _ThreadModes(mode)),
-        AttributePatch(LocalTensorMode, "__enter__", lambda _: _enter_mode),  # pyright: ignore[reportUnknownLambdaType]
+        AttributePatch(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _SimulationsPerThread(mode)),
+        AttributePatch(LocalTensorMode, "__enter__", lambda _: _enter_simulation_mode),  # pyright: ignore[reportUnknownLambdaType]
         AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # each thread has its own mode
         # While ranks are simulated, torch has no default group, so return the group of the simulated ranks.
         AttributePatch(local_collectives, "_get_default_group", lambda _: lambda: group),
@@ -162,7 +162,7 @@ def make_simulation_patches(
         AttributePatch(Shard, "local_shard_size_and_offset", _cache_shard_sizes),
         AttributePatch(StridedShard, "local_shard_size_and_offset", _cache_shard_sizes),
         AttributePatch(
-            StridedShard, "_to_replicate_tensor", functools.partial(_make_gather_by_size, type(mode))
+            StridedShard, "_to_replicate_tensor", functools.partial(_make_gather_per_shard_size, type(mode))
         ),
         AttributePatch(local_tensors, "_for_each_rank_run_func", make_rank_loop),
         AttributePatch(local_tensors, "_compute_local_tensor_meta", make_meta_reader),
@@ -175,16 +175,16 @@ def _wrap_mesh_method(simulated: Function, original: Function) -> Function:
     """Return a mesh method that calls `simulated` while this thread simulates ranks, and otherwise `original`."""
 
     @functools.wraps(original)
-    def call_method(*args: object, **kwargs: object) -> object:
+    def call_simulated_or_original(*args: object, **kwargs: object) -> object:
         return (original if enabled_local_tensor_mode() is None else simulated)(*args, **kwargs)
 
-    return call_method
+    return call_simulated_or_original
 
 
 def _make_direct_dispatch(dispatch: Any) -> object:
     """Return a `__torch_dispatch__` that runs most operators without entering a simulation, which would be slower."""
 
-    def dispatch_or_read(
+    def run_operator_or_read_size(
         cls: Any, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if (size := read_common_size(func, args)) is not None:
@@ -196,7 +196,7 @@ def _make_direct_dispatch(dispatch: Any) -> object:
         return dispatch.__func__(cls, func, types, args, kwargs)
 
     # Torch excludes its own function from torch.compile, so exclude this one, too.
-    excluded: Any = torch._disable_dynamo(dispatch_or_read)  # pyright: ignore[reportPrivateImportUsage]
+    excluded: Any = torch._disable_dynamo(run_operator_or_read_size)  # pyright: ignore[reportPrivateImportUsage]
     return cast(object, classmethod(excluded))
 
 
@@ -207,10 +207,10 @@ def _cache_shard_sizes(find_size_and_offset: Any) -> object:
     original = cast(Function, find_size_and_offset.__func__ if is_static else find_size_and_offset)  # pyright: ignore[reportUnknownMemberType]
 
     @functools.wraps(original)
-    def find_cached_size(*args: object, **named: object) -> object:
+    def find_cached_shard_size(*args: object, **named: object) -> object:
         nodes = [getattr(each, "node", each) for each in args]
         if named or not all(isinstance(node, (int, Placement, LocalIntNode)) for node in nodes):
-            return original(*args, **named)  # do not cache, for example for symbolic sizes
+            return original(*args, **named)  # symbolic sizes cannot be keys, so do not cache
         ranks = getattr(enabled_local_tensor_mode(), "ranks", None)
         key = (
             ranks,
@@ -220,16 +220,16 @@ def _cache_shard_sizes(find_size_and_offset: Any) -> object:
             known[key] = original(*args)
         return known[key]
 
-    return staticmethod(find_cached_size) if is_static else find_cached_size
+    return staticmethod(find_cached_shard_size) if is_static else find_cached_shard_size
 
 
-def _make_gather_by_size(
+def _make_gather_per_shard_size(
     make_simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
 ) -> object:
     """Return a gather of strided shards, separate for each size, because torch assumes one size for all ranks."""
 
     @functools.wraps(gather)
-    def gather_by_size(
+    def gather_per_shard_size(
         placement: Placement, local: LocalTensor, mesh: DeviceMesh, mesh_dim: int, shape: Sequence[int]
     ) -> object:
         nodes = [getattr(size, "node", None) for size in shape]
@@ -249,4 +249,4 @@ def _make_gather_by_size(
                 gathered |= get_rank_tensors(gather(placement, some, mesh, mesh_dim, sizes))
         return LocalTensor(gathered)
 
-    return gather_by_size
+    return gather_per_shard_size

@@ -35,16 +35,16 @@ Tensors = Sequence[torch.Tensor]
 Blocks = list[tuple[Index, torch.Tensor]]
 
 
-def make_mover(
-    moves: Sequence[ArrayMove], arrays: Tensors, likes: Tensors
+def make_array_mover(
+    moves: Sequence[ArrayMove], arrays: Tensors, templates: Tensors
 ) -> Callable[[Tensors], list[torch.Tensor]]:
-    """Return a function that moves tensors to the layouts and dtypes of `likes` (see `Engine.make_mover`)."""
+    """Return a function that moves tensors to the layouts and dtypes of `templates` (see `Engine.make_array_mover`)."""
     transfers = [
         _Transfer.plan_transfer(number, place, arrays[source], like, move)
-        for number, (move, like) in enumerate(zip(moves, likes, strict=True))
+        for number, (move, like) in enumerate(zip(moves, templates, strict=True))
         for place, source in enumerate(move.sources)
     ]
-    targets = [(get_layout(like), tuple(like.shape), like.dtype, like.device) for like in likes]
+    targets = [(get_layout(like), tuple(like.shape), like.dtype, like.device) for like in templates]
 
     @skip_function_modes
     def move_arrays(new: Tensors) -> list[torch.Tensor]:

@@ -135,7 +135,7 @@ def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozen
     If a forward pass ran for only some of the simulated ranks, the tensors in its backward pass have only these.
     """
     for leaf in leaves:
-        leaf = getattr(leaf, "elem", leaf)  # if a collective is running, the tensor that it will return
+        leaf = getattr(leaf, "elem", leaf)  # unwrap the result of a running collective
         if isinstance(leaf, LocalTensor):
             ranks = ranks & get_ranks(leaf)
         elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
@@ -190,7 +190,7 @@ def _run_and_write_once(
 
 
 def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
-    """Run an operator that is not special for each rank, and return the joined results."""
+    """Run an operator once for each rank, and return the joined results. The operator must not be special."""
     traits, order = _classify_operator(func), sorted(ranks)
     columns = [_iterate_value_by_rank(value, order) for value in args]
     named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]
@@ -287,8 +287,8 @@ def _find_changed_unsharded_positions(func: Function, args: Args) -> list[int | 
 def _select_list_items(args: Args, positions: Sequence[Any]) -> Args:
     """Return the arguments of an operator of lists, with only the items at some positions of each list."""
 
-    def select_item(value: Any) -> object:
+    def select_items(value: Any) -> object:
         is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])  # pyright: ignore[reportUnknownArgumentType]
         return [value[position] for position in positions] if is_list else value  # pyright: ignore[reportUnknownVariableType]
 
-    return tuple(map(select_item, args))
+    return tuple(map(select_items, args))

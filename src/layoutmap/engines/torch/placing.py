@@ -27,7 +27,7 @@ from layoutmap.engines.torch.specs import (
     get_meta,
     get_spec,
     has_even_shards,
-    is_view_spec,
+    has_view_shards,
     make_dtensor,
     make_row_major_spec,
     make_spec_from_shard,
@@ -68,7 +68,7 @@ def sum_over_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int
 
 
 @skip_function_modes
-def compute_device_maximum(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+def find_maximum_over_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
     """Return the elementwise maximum of local tensors over all devices along some mesh dims. It has no gradient."""
     for dim in dims:
         local = reduce_over_devices(local.detach(), mesh, dim, "max")
@@ -144,7 +144,7 @@ def find_reachable_placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
     """Return placements with `Replicate` in place of partial sums, and of strided shards that only views have."""
     spec = get_spec(tensor)
     placements = replace_partial_placements(spec.placements)
-    if is_view_spec(spec):
+    if has_view_shards(spec):
         placements = tuple(each if type(each) is Shard else Replicate() for each in placements)
     return placements
 
@@ -171,11 +171,11 @@ class CustomGradient(AutogradFunction):
         """Return the result of `forward`, with a gradient by `backward` if the tensor needs one."""
         if tensor.requires_grad and torch.is_grad_enabled():
             result = cls.apply(tensor, *arguments)
-            result.grad_fn.numbers = unseen.snapshot_counters(*cls.list_tensors_to_check(tensor, result))
+            tensors = cls.list_tensors_to_check(tensor, result)
+            result.grad_fn.numbers = unseen.snapshot_change_counters(*tensors)
             return result
-        return cls.forward(
-            SimpleNamespace(), tensor, *arguments
-        )  # no graph is recorded, so skip `apply`, which takes longer
+        # No graph is recorded, so skip `apply`, which takes longer.
+        return cls.forward(SimpleNamespace(), tensor, *arguments)
 
     @staticmethod
     def list_tensors_to_check(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:

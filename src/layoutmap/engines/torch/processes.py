@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.initializers import Initializer
-from layoutmap.engines.checks import make_different_values_error
+from layoutmap.engines.checks import make_unequal_initial_values_error
 from layoutmap.engines.torch import simulation
 
 
@@ -37,7 +37,7 @@ def broadcast_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object
         return seeds
     keys = _gather_objects(sorted(initializers))
     if any(each != keys[0] for each in keys):
-        raise make_different_values_error("the processes create different variables")
+        raise make_unequal_initial_values_error("the processes create different variables")
     common = [seeds]
     dist.broadcast_object_list(common, src=0)
     return common[0]

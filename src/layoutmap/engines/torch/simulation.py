@@ -1,8 +1,8 @@
 """Simulate several devices in one process, for a program that was started as one process.
 
 A program with a launcher or a process group uses that. Any other program gets a process group of eight simulated ranks,
-or of the number that `simulate` sets. The local tensor of a DTensor is then a `LocalTensor`, which stores the tensors
-of all ranks, and each operation runs for one rank after the other.
+or of the number that `set_number_of_simulated_devices` sets. The local tensor of a DTensor is then a `LocalTensor`,
+which stores the tensors of all ranks, and each operation runs for one rank after the other.
 
 A simulation begins with the first device mesh, and ends after the last tensor on one is gone (see `changes`). Functions
 that compute with tensors of simulated ranks enter it. The simulated process group is the default group only while a
@@ -29,7 +29,7 @@ from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.engines.checks import check_simulated_devices
 from layoutmap.engines.launchers import detect_launcher
 from layoutmap.engines.tested import ImportErrorConverter
-from layoutmap.engines.torch.changes import call_when_restoring, install_patches
+from layoutmap.engines.torch.changes import call_when_patches_are_removed, install_patches
 from layoutmap.engines.torch.local_tensors import (
     LocalIntNode,
     LocalTensor,
@@ -130,7 +130,7 @@ def _start_simulation(num_ranks: int) -> None:
             functools.partial(functools.partialmethod, _reduce_for_pickle),
         )
     )
-    call_when_restoring(_end_simulation)
+    call_when_patches_are_removed(_end_simulation)
     _simulation = simulation
 
 
@@ -163,8 +163,8 @@ def get_global_group() -> dist.ProcessGroup | None:
 
 
 # In torch, each device has its own process, so a program without a launcher simulates ranks (decisions/0150).
-def simulate(number: int) -> None:
-    """Set the number of simulated ranks (see `Engine.simulate_devices`)."""
+def set_number_of_simulated_devices(number: int) -> None:
+    """Set the number of devices that this process simulates (see `Engine.simulate_devices`)."""
     global _num_devices
     if not is_simulated():
         raise EngineError(

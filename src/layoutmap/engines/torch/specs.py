@@ -75,14 +75,14 @@ def replace_placements(
     spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype
 ) -> DTensorSpec:
     """Return a copy of a spec with the given placements and dtype."""
-    keeps: dict[str, Any] = {_FLAG: False} if placements == spec.placements and is_view_spec(spec) else {}
+    keeps: dict[str, Any] = {_FLAG: False} if placements == spec.placements and has_view_shards(spec) else {}
     return DTensorSpec(spec.mesh, placements, tensor_meta=get_meta(spec)._replace(dtype=dtype), **keeps)
 
 
 _FLAG = "use_strided_shard_as_shard_order"
 
 
-def is_view_spec(spec: DTensorSpec) -> bool:
+def has_view_shards(spec: DTensorSpec) -> bool:
     """Return whether a spec has strided shards that only a view can have. Nothing can be redistributed to them.
 
     `redistribute` takes strided shards for axes that are sharded over mesh dims in another order, as layouts have them.

@@ -35,15 +35,15 @@ def has_hidden_changes(tensor: torch.Tensor) -> bool:
     return hasattr(get_base(tensor), _IS_UNSEEN)
 
 
-def count_hidden_change(storage: torch.UntypedStorage) -> None:
+def increment_change_counter(storage: torch.UntypedStorage) -> None:
     """Increment the change counter of a storage, if it has one."""
     if (counter := getattr(storage, _COUNTER, None)) is not None:
         counter[0] += 1
 
 
 # A backward pass would silently be wrong if saved values had changed, so changes are counted (decisions/0151).
-def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
-    """Return the change counter of each DTensor among some tensors, and its current count."""
+def snapshot_change_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
+    """Return pairs of the change counter of each DTensor among some tensors, and the counter's present value."""
     found: list[tuple[list[int], int]] = []
     for each in tensors:
         if (
@@ -57,7 +57,7 @@ def snapshot_counters(*tensors: torch.Tensor) -> list[tuple[list[int], int]]:
 
 
 def check_tensor_unchanged(counters: list[tuple[list[int], int]]) -> None:
-    """Raise an `EngineError` if a tensor was changed through `tensor.data` since `snapshot_counters`."""
+    """Raise an `EngineError` if a tensor was changed through `tensor.data` since `snapshot_change_counters`."""
     if any(counter[0] != before for counter, before in counters):
         raise EngineError(
             "the values of a tensor were changed in place through tensor.data before its backward pass",

@@ -18,7 +18,7 @@ and, if the plan has the cost of a step:
     "summed activation"      activations are reduced over the dim of the batch
     "dim that only costs"    bytes are sent along a dim, although its devices repeat the same computation
 
-Most checks need the roles of a weight's axes in its layer (`Use`), which adapters find for the layers of their
+Most checks need the roles of a weight's axes in its layer (`AxesUse`), which adapters find for the layers of their
 libraries. A weight with unknown roles is not checked.
 """
 
@@ -35,7 +35,7 @@ from layoutmap.core.specs import BatchDim, format_batch_dim, make_spec
 from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.lint import checks
-from layoutmap.plan.lint.changes import add_changes_to_fixes
+from layoutmap.plan.lint.changes import add_rule_changes_to_fixes
 from layoutmap.plan.lint.suggest import LayoutSuggestions
 from layoutmap.plan.lint.weights import LintedPlan
 from layoutmap.plan.output_rules import NAMES_OF_BATCH
@@ -97,20 +97,20 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
         PlanError: The mesh lacks `batch_dim`.
     """
     check_dims_in_mesh("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
-    linted, is_known = prepare_plan_for_lint(plan, batch_dim)
+    linted, is_known = make_linted_plan(plan, batch_dim)
     findings = [finding for check in checks.CHECKS for finding in check(linted)]
     reported = {id(a) for finding in findings for a, _ in finding.changes}
-    findings += checks.find_replicated_partners(linted, reported)
+    findings += checks.find_replicated_neighbor_kernels(linted, reported)
     reported |= {id(a) for finding in findings for a, _ in finding.changes}
-    findings += checks.find_contradictions(linted, reported)
-    found = [*add_changes_to_fixes(findings, plan)]
+    findings += checks.find_layout_contradictions(linted, reported)
+    found = [*add_rule_changes_to_fixes(findings, plan)]
     if plan.cost is not None:
         found += load_cost_package().find_cost_problems(linted)
     return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors))
 
 
-def prepare_plan_for_lint(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[LintedPlan, bool]:
-    """Return the plan in the form for the checks, and whether its batch dim is known and not guessed."""
+def make_linted_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[LintedPlan, bool]:
+    """Return a pair: the plan as a `LintedPlan`, and whether its batch dim is known, not guessed."""
     cost_dim = plan.cost.batch_dim if plan.cost else None
     known = batch_dim or cost_dim or (make_spec(plan.batches) if plan.batches else None)
     is_known = known is not None or plan.batches is not None
@@ -119,7 +119,7 @@ def prepare_plan_for_lint(plan: PlanTable, batch_dim: BatchDim | None = None) ->
 
 def make_layout_suggestions(plan: PlanTable) -> LayoutSuggestions:
     """Return the object that suggests layouts for the replicated variables of a plan."""
-    linted, _ = prepare_plan_for_lint(plan)
+    linted, _ = make_linted_plan(plan)
     return LayoutSuggestions(
         linted,
         lambda: {
@@ -131,7 +131,7 @@ def make_layout_suggestions(plan: PlanTable) -> LayoutSuggestions:
     )
 
 
-def list_named_batch_dims(mesh: Mesh) -> tuple[str, ...]:
+def list_dims_with_batch_names(mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh dims with a name that is usual for a dim over which batches are sharded, such as `data`."""
     return tuple(dim for dim in mesh.dim_names if dim in NAMES_OF_BATCH)
 
@@ -148,5 +148,5 @@ def guess_batch_dim(plan: PlanTable) -> str | None:
         if match.layout is not None and match.layout.rank
         for dim in match.layout.list_mesh_dims(0)
     )
-    named = [*plan.gathered_dims, *list_named_batch_dims(plan.mesh)]
+    named = [*plan.gathered_dims, *list_dims_with_batch_names(plan.mesh)]
     return votes.most_common(1)[0][0] if votes else named[0] if named else None

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.match import Rule
-from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.table import PlanTable
@@ -24,7 +24,7 @@ LayoutChange: TypeAlias = tuple[Assignment, Layout]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem that lint found, and the layouts with which it disappears.
+    """A problem that lint found, and new layouts that would solve it.
 
     Args:
         problem: The problem. The change of the rules is added to its fix later.
@@ -35,12 +35,12 @@ class Finding:
     changes: tuple[LayoutChange, ...] = ()
 
 
-def add_changes_to_fixes(findings: Sequence[Finding], plan: PlanTable) -> Iterator[Problem]:
+def add_rule_changes_to_fixes(findings: Sequence[Finding], plan: PlanTable) -> Iterator[Problem]:
     """Yield the problems of the findings, each with the change of the rules in its fix.
 
     Problems that are shown merged have the same text, which changes the variables of all of them.
     """
-    writer = ChangeWriter(plan, [change for f in findings for change in f.changes])
+    writer = RuleChangeFormatter(plan, [change for f in findings for change in f.changes])
     changes = {id(f.problem): f.changes for f in findings}
     texts: dict[int, str] = {}
     for _, group in group_problems([f.problem for f in findings]):
@@ -51,8 +51,8 @@ def add_changes_to_fixes(findings: Sequence[Finding], plan: PlanTable) -> Iterat
         yield replace(f.problem, fix=f"{f.problem.fix}; {text}") if text else f.problem
 
 
-class ChangeWriter:
-    """Writer of the changes of rules that give variables new layouts, as text for fixes.
+class RuleChangeFormatter:
+    """Formatter of changes of rules that give variables new layouts. The texts are for fixes.
 
     Args:
         plan: The plan.
@@ -60,7 +60,7 @@ class ChangeWriter:
     """
 
     def __init__(self, plan: PlanTable, changes: Sequence[LayoutChange]) -> None:
-        self._patterns = _PatternWriter(plan)
+        self._patterns = _PatternMaker(plan)
         kept: dict[int, set[tuple[str, str]]] = defaultdict(set)
         for a in plan.assignments:
             if a.match and a.match.rule:
@@ -88,7 +88,7 @@ class ChangeWriter:
             if has_no_map:
                 yield str(layout)
             elif rule is None:
-                for pattern in self._patterns.write_patterns(group):
+                for pattern in self._patterns.make_patterns(group):
                     yield f'add a rule: layout_map[r"{pattern}"] = {format_specs_as_python(layout)}'
             elif not self._kept_by_deletion[rule.number]:
                 if rule.number not in deleted:
@@ -97,24 +97,24 @@ class ChangeWriter:
             elif not self._kept_by_layout[rule.number, layout]:
                 yield f"change rule {rule.number} to {format_specs_as_python(layout)}"
             else:
-                for pattern in self._patterns.write_patterns(group):
+                for pattern in self._patterns.make_patterns(group):
                     yield f'put before rule {rule.number}: layout_map[r"{pattern}"] = {format_specs_as_python(layout)}'
 
 
-class _PatternWriter:
-    """Writer of patterns that match some variables of a plan and no others."""
+class _PatternMaker:
+    """Maker of patterns that match given variables of a plan and no others."""
 
     def __init__(self, plan: PlanTable) -> None:
         self._paths: dict[tuple[str, ...], set[str]] = defaultdict(set)
         for a in plan.assignments:
             for path in (a.variable.path, *a.variable.aliases):
-                self._paths[split_at_numbers(path)].add(path)
+                self._paths[split_path_at_numbers(path)].add(path)
 
-    def write_patterns(self, group: Sequence[Assignment]) -> Sequence[str]:
+    def make_patterns(self, group: Sequence[Assignment]) -> Sequence[str]:
         """Return patterns that match these variables and no other path of the plan."""
         forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for a in group:
-            forms[split_at_numbers(a.variable.path)].append(a.variable.path)
+            forms[split_path_at_numbers(a.variable.path)].append(a.variable.path)
         # A whole-path pattern can match only paths with the same words, so check it only against those.
         return merge_patterns(
             find_whole_path_pattern_parts(paths, paths, self._paths[form] - {*paths})

@@ -9,11 +9,11 @@ from dataclasses import replace
 from layoutmap.core.layout import Layout
 from layoutmap.core.specs import format_batch_dim
 from layoutmap.core.text_table import format_bytes
-from layoutmap.core.uneven import apply_uneven_policy, derive_layout
+from layoutmap.core.uneven import apply_uneven_policy, derive_layout_from_parent
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
-from layoutmap.plan.lint.repeated import find_odd_blocks
-from layoutmap.plan.lint.suggest import LayoutSuggestions, make_matching_layout, make_sharded_layout
+from layoutmap.plan.lint.repeated import find_less_sharded_blocks
+from layoutmap.plan.lint.suggest import LayoutSuggestions, make_bias_layout, make_sharded_layout
 from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
@@ -21,14 +21,14 @@ from layoutmap.plan.lint.weights import (
     is_attention_output,
     iterate_kernel_pairs,
 )
-from layoutmap.plan.output_rules import write_output_rule
+from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import RULE_KINDS, Problem
 
 _LARGE_BYTES = 2**20  # report arrays that take at least this much memory on a device
 _LEAST_SHARE = 0.05  # report tables that take at least this share of a device's weights
 
 
-def _find_batch_dim_sums(linted: LintedPlan) -> Iterator[Finding]:
+def _find_sums_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
     """Yield a finding for each kernel with a summed axis that is sharded over the batch dim."""
     batch = linted.batch_dim
     # With activation rules, or if no compiler chooses layouts, the weight is gathered as intended, so there is no
@@ -47,7 +47,7 @@ def _find_batch_dim_sums(linted: LintedPlan) -> Iterator[Finding]:
             {},
             "a device needs the whole weight for its rows, or all rows for its part of the weight: each step gathers "
             "one of them, and no rule says which",
-            f"add a rule for activations: {write_output_rule(linted.plan.layers, w.layer, batch)}, "
+            f"add a rule for activations: {make_output_rule_text(linted.plan.layers, w.layer, batch)}, "
             "or shard an output axis",
             _make_swapped_layout(w, axis, w.list_axes("out")[0]),
         )
@@ -62,10 +62,10 @@ def _make_weight_finding(
     return Finding(problem, ((w.assignment, layout),) if layout else ())
 
 
-def _make_swapped_layout(w: Weight, old: int, new: int) -> Layout:
+def _make_swapped_layout(w: Weight, first_axis: int, second_axis: int) -> Layout:
     """Return the layout of a weight with the specs of two axes exchanged."""
     specs = list(w.layout.sharding_specs)
-    specs[old], specs[new] = specs[new], specs[old]
+    specs[first_axis], specs[second_axis] = specs[second_axis], specs[first_axis]
     return Layout(specs, w.layout.mesh)
 
 
@@ -77,18 +77,18 @@ def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
             for out, into in zip(first.list_axes("out"), second.list_axes("in"), strict=True):
                 ours, theirs = first.list_dims(out), second.list_dims(into)
                 if ours and theirs and ours != theirs:
-                    yield _extend_to_key_and_value(
+                    yield _extend_finding_to_key_and_value(
                         linted.find_attention_kernels(block),
                         _make_mismatch_finding(linted, first, out, second, into),
                     )
                     break
             else:
-                for finding in _find_outer_sharding(linted, first, second):
-                    yield _extend_to_key_and_value(linted.find_attention_kernels(block), finding)
+                for finding in _find_sharding_off_common_axis(linted, first, second):
+                    yield _extend_finding_to_key_and_value(linted.find_attention_kernels(block), finding)
 
 
-def _extend_to_key_and_value(kernels: Mapping[str, Weight], finding: Finding) -> Finding:
-    """Return the finding. If it changes a query kernel, also change the key and value kernels of equal layout.
+def _extend_finding_to_key_and_value(kernels: Mapping[str, Weight], finding: Finding) -> Finding:
+    """Return the finding. If it changes a query kernel, it then also changes key and value kernels of equal layout.
 
     One rule often matches all three. Key and value kernels with fewer heads are in no pair of consecutive kernels, so
     no other check changes them.
@@ -102,7 +102,7 @@ def _extend_to_key_and_value(kernels: Mapping[str, Weight], finding: Finding) ->
     return replace(finding, changes=tuple((w.assignment, layout) for w in equal))
 
 
-def _find_outer_sharding(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
+def _find_sharding_off_common_axis(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
     """Yield findings for two consecutive kernels that are sharded, but not along the axis that they share."""
     dims = {w.list_dims(axis) for w in (first, second) for axis in (*w.list_axes("in"), *w.list_axes("out"))}
     dims.discard(())
@@ -115,7 +115,7 @@ def _find_outer_sharding(linted: LintedPlan, first: Weight, second: Weight) -> I
         sharded = [axis for axis in w.list_axes(far) if w.list_dims(axis)]
         if not sharded or any(w.list_dims(axis) for axis in w.list_axes(near)):
             continue
-        if _has_matching_kernel(linted, w, far, over):
+        if _has_matching_neighbor_kernel(linted, w, far, over):
             continue
         other = second if w is first else first
         moved = _make_swapped_layout(w, sharded[0], w.list_axes(near)[0])
@@ -132,7 +132,7 @@ def _find_outer_sharding(linted: LintedPlan, first: Weight, second: Weight) -> I
         )
 
 
-def _has_matching_kernel(linted: LintedPlan, w: Weight, role: str, over: tuple[str, ...]) -> bool:
+def _has_matching_neighbor_kernel(linted: LintedPlan, w: Weight, role: str, over: tuple[str, ...]) -> bool:
     """Return whether a kernel next to `w` is replicated, or shards the axis that they share over the same dims."""
     others = linted.kernels_before if role == "in" else linted.kernels_after
     near = "out" if role == "in" else "in"
@@ -156,7 +156,8 @@ def _make_mismatch_finding(
         is_first_right = linted.choose_head_dims(block) == ours
     else:
         votes = [
-            linted.count_votes(first, out_axis, dims) + linted.count_votes(second, in_axis, dims)
+            linted.count_agreeing_weights(first, out_axis, dims)
+            + linted.count_agreeing_weights(second, in_axis, dims)
             for dims in (ours, theirs)
         ]
         is_first_right = votes[0] > votes[1]
@@ -186,7 +187,7 @@ def _make_mismatch_finding(
     )
 
 
-def find_replicated_partners(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
+def find_replicated_neighbor_kernels(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
     """Yield a finding for each replicated kernel that is directly before or after a kernel with a sharded common axis.
 
     Args:
@@ -264,19 +265,21 @@ def _find_split_heads(linted: LintedPlan) -> Iterator[Finding]:
                 yield _make_split_heads_finding(w, heads, heads, count, w.use.head_size)
 
 
-def _make_split_heads_finding(w: Weight, axis: int, heads: int, count: int, size: int) -> Finding:
+def _make_split_heads_finding(
+    w: Weight, axis: int, heads_axis: int, num_heads: int, head_size: int
+) -> Finding:
     """Return the finding that a kernel's sharding splits its attention heads."""
     dims, shards = w.list_dims(axis), w.count_shards(axis)
-    moves = axis != heads and not w.layout.list_mesh_dims(heads) and count % shards == 0
-    fix = f"shard over dims with sizes that divide {count}, or leave the axis unsharded"
+    moves = axis != heads_axis and not w.layout.list_mesh_dims(heads_axis) and num_heads % shards == 0
+    fix = f"shard over dims with sizes that divide {num_heads}, or leave the axis unsharded"
     return _make_weight_finding(
         "heads",
         w,
         f"its sharding over {_join_dims(dims)} splits its heads",
-        {"heads": f"{count} of size {size}, in {shards} shards"},
+        {"heads": f"{num_heads} of size {head_size}, in {shards} shards"},
         "attention is computed per head, and no device holds a whole head: activations are resharded in every step",
         "shard by heads" if moves else fix,
-        make_sharded_layout(w.layout, heads if moves else axis, dims if moves else ()),
+        make_sharded_layout(w.layout, heads_axis if moves else axis, dims if moves else ()),
     )
 
 
@@ -289,7 +292,7 @@ def _find_replicated_tables(linted: LintedPlan) -> Iterator[Finding]:
     tables = [
         w
         for w in linted.weights
-        if w.list_axes("rows") or (w.list_axes("in") and rows & {*w.list_sizes("out")})
+        if w.list_axes("rows") or (w.list_axes("in") and rows & {*w.list_axis_sizes("out")})
     ]
     ids = {id(w.assignment) for w in tables}
     rest = [a for a in weights if id(a) not in ids and len(a.variable.shape) > 1]
@@ -325,7 +328,7 @@ def _find_replicated_tables(linted: LintedPlan) -> Iterator[Finding]:
         yield Finding(problem, ((a, proposed),))
 
 
-def find_contradictions(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
+def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
     """Yield a finding for each bias or derived variable that is sharded differently from its kernel or parent.
 
     Args:
@@ -344,10 +347,10 @@ def find_contradictions(linted: LintedPlan, reported: Collection[int]) -> Iterat
             if not w.list_dims(axis) or w.list_dims(axis) == kernel.list_dims(axes[w.use.roles[axis]]):
                 continue
             if not {id(w.assignment), id(kernel.assignment)} & {*reported}:
-                layout = suggestions.suggest_from_bias(kernel, w, axes[w.use.roles[axis]])
+                layout = suggestions.suggest_kernel_layout_from_bias(kernel, w, axes[w.use.roles[axis]])
                 if layout is None:
-                    follows = make_matching_layout(w, kernel)
-                    yield _make_follower_finding(w.assignment, kernel.assignment, kernel.name, follows)
+                    follows = make_bias_layout(w, kernel)
+                    yield _make_like_kernel_finding(w.assignment, kernel.assignment, kernel.name, follows)
                 else:
                     fix = f"shard its outputs as {w.name} is"
                     yield Finding(
@@ -364,12 +367,12 @@ def find_contradictions(linted: LintedPlan, reported: Collection[int]) -> Iterat
         if not v.is_derived or v.axes is None or a.match is None or parent is None or not a.fits:
             continue
         if parent.layout.rank == len(v.rule_shape) and not a.layout.is_fully_replicated():
-            follows = apply_uneven_policy(derive_layout(parent.layout, v.axes), v.shape, "shrink")
+            follows = apply_uneven_policy(derive_layout_from_parent(parent.layout, v.axes), v.shape, "shrink")
             if a.layout != follows:
-                yield _make_follower_finding(a, parent, parent.variable.path.rpartition(".")[2], follows)
+                yield _make_like_kernel_finding(a, parent, parent.variable.path.rpartition(".")[2], follows)
 
 
-def _make_follower_finding(a: Assignment, kernel: Assignment, name: str, layout: Layout | None) -> Finding:
+def _make_like_kernel_finding(a: Assignment, kernel: Assignment, name: str, layout: Layout | None) -> Finding:
     """Return the finding that a variable should get the layout of its kernel, or be replicated if `layout` is None."""
     fix = "shard it as those axes of the kernel are" if layout else "replicate it"
     layout = layout or Layout.replicated(a.layout.mesh, len(a.variable.shape))
@@ -441,11 +444,11 @@ def _find_large_unplaced_arrays(linted: LintedPlan) -> Iterator[Finding]:
 
 CHECKS = (
     _find_unused_rules,
-    _find_batch_dim_sums,
+    _find_sums_over_batch_dim,
     _find_swapped_axes,
     _find_attention_mismatches,
     _find_split_heads,
-    find_odd_blocks,
+    find_less_sharded_blocks,
     _find_replicated_tables,
     _find_unused_dims,
     _find_large_unplaced_arrays,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
-from layoutmap.plan.lint.weights import LintedPlan, find_compute_dims, format_rule_suffix
+from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix, list_dims_while_computing
 from layoutmap.plan.problems import Problem
 
 _NUMBER = re.compile(r"\d+")
@@ -19,7 +19,7 @@ _MAX_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _OddWeight:
+class _LessShardedWeight:
     """A weight that is not sharded over `dims`, unlike `sibling`, the same weight of another block.
 
     `share` is the text for how many of the blocks are like the sibling.
@@ -33,9 +33,9 @@ class _OddWeight:
 
 
 # A block that is sharded over fewer dims than its siblings is probably a mistake, so report it (decisions/0022).
-def find_odd_blocks(linted: LintedPlan) -> Iterator[Finding]:
+def find_less_sharded_blocks(linted: LintedPlan) -> Iterator[Finding]:
     """Return a finding for each repeated block with weights that lack mesh dims which most of the blocks use."""
-    found: dict[int, _OddWeight] = {}
+    found: dict[int, _LessShardedWeight] = {}
     for group in _group_sibling_weights(linted).values():
         if len(group) <= _LEAST_BLOCKS:
             continue
@@ -48,15 +48,15 @@ def find_odd_blocks(linted: LintedPlan) -> Iterator[Finding]:
             known = found.get(id(a))
             # A path with several numbers is in nested blocks, so report only the innermost one.
             if over < usual and (known is None or len(known.block) < len(block)):
-                found[id(a)] = _OddWeight(block, a, sibling, usual - over, f"{count} of {len(group)}")
-    blocks: dict[tuple[str, str], list[_OddWeight]] = defaultdict(list)
+                found[id(a)] = _LessShardedWeight(block, a, sibling, usual - over, f"{count} of {len(group)}")
+    blocks: dict[tuple[str, str], list[_LessShardedWeight]] = defaultdict(list)
     for odd in found.values():
         blocks[odd.assignment.variable.model, odd.block].append(odd)
-    return (_make_odd_block_finding(linted, block, weights) for (_, block), weights in blocks.items())
+    return (_make_block_finding(linted, block, weights) for (_, block), weights in blocks.items())
 
 
 def _group_sibling_weights(linted: LintedPlan) -> dict[object, list[tuple[str, Assignment]]]:
-    """Return groups of weights of one shape with paths that differ in one number, each after the path of its block."""
+    """Group weights of equal shape with paths that differ in one number, as pairs of a block's path and a weight."""
     groups: dict[object, list[tuple[str, Assignment]]] = defaultdict(list)
     for a in linted.plan.assignments:
         v = a.variable
@@ -71,10 +71,10 @@ def _group_sibling_weights(linted: LintedPlan) -> dict[object, list[tuple[str, A
 
 def _find_sharding_dims(a: Assignment) -> frozenset[str]:
     """Return the mesh dims of size above 1 over which a weight is stored in shards, also those of `fully_shard`."""
-    return frozenset(dim for axis in find_compute_dims(a.layout, (), ()) for dim in axis)
+    return frozenset(dim for axis in list_dims_while_computing(a.layout, (), ()) for dim in axis)
 
 
-def _make_odd_block_finding(linted: LintedPlan, block: str, weights: Sequence[_OddWeight]) -> Finding:
+def _make_block_finding(linted: LintedPlan, block: str, weights: Sequence[_LessShardedWeight]) -> Finding:
     """Return the finding that some weights of a block are sharded over fewer dims than in most equal blocks."""
     first = weights[0]
     computes = first.dims - {*linted.batch_dims, *linted.plan.gathered_dims}

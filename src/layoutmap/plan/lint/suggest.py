@@ -15,9 +15,9 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
-    find_fused_pairs,
-    get_sibling_key,
     is_attention_output,
+    iterate_fused_attention_pairs,
+    make_sibling_key,
 )
 
 
@@ -45,7 +45,7 @@ class LayoutSuggestions:
     def suggest_layout(self, a: Assignment) -> Layout | None:
         """Return a sharded layout for a replicated variable, or None if no layout fits or it should stay replicated."""
         w = self._weights_by_id.get(id(a))
-        # Vectors of unknown roles are small. Each device scores all experts, so it needs the whole router.
+        # A vector of unknown role is small, and each device needs a whole router, so suggest no layout for these.
         if (w is None and len(a.variable.shape) == 1) or id(a) in self._linted.experts.routers:
             return None
         if w is None or w.list_axes("rows"):
@@ -53,9 +53,9 @@ class LayoutSuggestions:
             axes = sorted(range(len(a.variable.shape)), key=lambda axis: axis not in rows)
             return self._find_sibling_layout(a) or self._shard_first_even_axis(a, axes)
         is_kernel = w.list_axes("in") and w.list_axes("out")
-        return self._suggest_for_kernel(w) if is_kernel else self._suggest_like_kernel(w)
+        return self._suggest_kernel_layout(w) if is_kernel else self._suggest_bias_layout(w)
 
-    def _suggest_for_kernel(self, w: Weight) -> Layout | None:
+    def _suggest_kernel_layout(self, w: Weight) -> Layout | None:
         """Return a layout for a kernel that fits the kernels before and after it, or None if no axis splits evenly."""
         out, into = w.list_axes("out")[0], w.list_axes("in")[0]
         for maker in self._linted.kernels_before.get(id(w), ()):
@@ -69,7 +69,7 @@ class LayoutSuggestions:
                 return self._make_even_layout(w, out, dims)
         if sibling := self._find_sibling_layout(w.assignment):
             return sibling
-        if id(w) in self._row_kernels:
+        if id(w) in self._row_sharded_kernel_ids:
             dims = self._remove_batch_dims(
                 self._previous_kernels[id(w)].list_dims(self._previous_kernels[id(w)].list_axes("out")[0])
             )
@@ -85,17 +85,17 @@ class LayoutSuggestions:
 
     def _find_sibling_layout(self, a: Assignment) -> Layout | None:
         """Return the layout of the same weight in another block, or None if it is replicated there, too."""
-        return self._sibling_layouts.get(get_sibling_key(a))
+        return self._sibling_layouts.get(make_sibling_key(a))
 
-    def _suggest_like_kernel(self, w: Weight) -> Layout | None:
+    def _suggest_bias_layout(self, w: Weight) -> Layout | None:
         """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated."""
         kernel = self._kernels_by_layer.get((w.assignment.variable.model, w.layer))
         if kernel is None:
             return None
-        advised = self._changes.get(id(kernel.assignment), kernel.layout)
-        return make_matching_layout(w, replace(kernel, assignment=replace(kernel.assignment, layout=advised)))
+        advised = self._changed_layouts_by_id.get(id(kernel.assignment), kernel.layout)
+        return make_bias_layout(w, replace(kernel, assignment=replace(kernel.assignment, layout=advised)))
 
-    def suggest_from_bias(self, kernel: Weight, bias: Weight, axis: int) -> Layout | None:
+    def suggest_kernel_layout_from_bias(self, kernel: Weight, bias: Weight, axis: int) -> Layout | None:
         """Return the layout of a kernel with an output axis sharded like its bias, or None if the bias seems wrong.
 
         The bias seems wrong if the axis of the kernel is already sharded, the kernel takes sharded inputs, another
@@ -103,8 +103,8 @@ class LayoutSuggestions:
         """
         linted = self._linted
         dims = bias.list_dims(bias.use.roles.index(kernel.use.roles[axis]))
-        siblings = [w for w in linted.siblings[get_sibling_key(bias.assignment)] if w is not bias]
-        is_row = id(kernel) in self._row_kernels or is_attention_output(kernel)
+        siblings = [w for w in linted.siblings[make_sibling_key(bias.assignment)] if w is not bias]
+        is_row = id(kernel) in self._row_sharded_kernel_ids or is_attention_output(kernel)
         is_stored = {*dims} <= {*linted.batch_dims}
         if (
             kernel.list_dims(axis)
@@ -115,7 +115,7 @@ class LayoutSuggestions:
         near = (*linted.kernels_before.get(id(kernel), ()), *linted.kernels_after.get(id(kernel), ()))
         if is_stored or not any(other.list_dims(n) for other in near for n in range(len(other.shape))):
             return self._make_even_layout(kernel, axis, dims)
-        layout = self._suggest_for_kernel(kernel)
+        layout = self._suggest_kernel_layout(kernel)
         return layout if layout is not None and layout.list_mesh_dims(axis) == dims else None
 
     def _shard_over_largest_dim(self, w: Weight, axis: int) -> Layout | None:
@@ -157,7 +157,7 @@ class LayoutSuggestions:
         return tuple(dim for dim in dims if dim not in self._linted.batch_dims)
 
     @cached_property
-    def _changes(self) -> Mapping[int, Layout]:
+    def _changed_layouts_by_id(self) -> Mapping[int, Layout]:
         return self._find_changes()
 
     @cached_property
@@ -170,16 +170,16 @@ class LayoutSuggestions:
 
     @cached_property
     def _sibling_layouts(self) -> Mapping[object, Layout]:
-        """The layouts of sharded weights by `get_sibling_key`."""
+        """A dict from the result of `make_sibling_key` to the layout of a sharded weight with this key."""
         return {
-            get_sibling_key(a): a.layout
+            make_sibling_key(a): a.layout
             for a in self._linted.plan.assignments
             if a.fits and a.variable.kind is Kind.WEIGHT and not a.layout.is_fully_replicated()
         }
 
     @cached_property
     def _qkv_by_id(self) -> Mapping[int, Sequence[Weight]]:
-        """The query, key, and value kernels of an attention layer, by the id of each of them."""
+        """A dict from the id of each query, key, or value kernel to all three kernels of its layer."""
         found: dict[int, Sequence[Weight]] = {}
         for block in self._linted.blocks:
             kernels = list(self._linted.find_attention_kernels(block).values())
@@ -188,19 +188,19 @@ class LayoutSuggestions:
 
     @cached_property
     def _previous_kernels(self) -> Mapping[int, Weight]:
-        """For each kernel, by its id: the last kernel before it in the block that computes inputs of its size."""
+        """A dict from the id of a kernel to the last kernel before it in the block with outputs of its input size."""
         found: dict[int, Weight] = {}
         for block in self._linted.blocks:
             outputs: dict[tuple[int, ...], Weight] = {}
             for w in block:
-                if w.list_sizes("in") in outputs:
-                    found[id(w)] = outputs[w.list_sizes("in")]
-                outputs[w.list_sizes("out")] = w
-            found |= {id(taker): fused for fused, taker in find_fused_pairs(block)}
+                if w.list_axis_sizes("in") in outputs:
+                    found[id(w)] = outputs[w.list_axis_sizes("in")]
+                outputs[w.list_axis_sizes("out")] = w
+            found |= {id(taker): fused for fused, taker in iterate_fused_attention_pairs(block)}
         return found
 
     @cached_property
-    def _row_kernels(self) -> frozenset[int]:
+    def _row_sharded_kernel_ids(self) -> frozenset[int]:
         """The ids of kernels to shard by input axes, because the kernels before them are sharded by output axes."""
         rows: set[int] = set()
         for w in self._linted.kernels:
@@ -221,7 +221,7 @@ def make_sharded_layout(layout: Layout, axis: int, dims: tuple[str, ...]) -> Lay
     return Layout.from_valid_specs(map(make_spec, kept), layout.mesh, layout.memory)
 
 
-def make_matching_layout(w: Weight, kernel: Weight) -> Layout | None:
+def make_bias_layout(w: Weight, kernel: Weight) -> Layout | None:
     """Return the layout of a bias that is sharded like its kernel, or None if it would be replicated or uneven."""
     axes = {kernel.use.roles[axis]: axis for axis in kernel.list_axes("out")}
     layout = Layout.replicated(w.layout.mesh, w.layout.rank)

@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import split_at_numbers
+from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims
-from layoutmap.core.variables import Assignment, Kind, Use
+from layoutmap.core.variables import Assignment, AxesUse, Kind
 from layoutmap.plan.table import PlanTable
 
 # Layer names of query, key, and value projections, and of output projections.
@@ -28,10 +28,10 @@ _TAKES_HEADS = re.compile(r"o|((attention_)?(o|out|output))(_(dense|proj|project
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight with known roles of its axes, and the mesh dims that do not shard it while its layer computes."""
+    """A weight with known axis roles, the mesh dims over which it is gathered, and those of the batch."""
 
     assignment: Assignment
-    use: Use
+    use: AxesUse
     gathered_dims: tuple[str, ...] = ()
     batch_dims: tuple[str, ...] = ()
 
@@ -74,13 +74,13 @@ class Weight:
         """Return the axes with a role, `"in"`, `"out"`, or `"rows"`, in the order of the numbers in their roles."""
         return _group_axes_by_role(self.use.roles).get(role, ())
 
-    def list_sizes(self, role: str) -> tuple[int, ...]:
+    def list_axis_sizes(self, role: str) -> tuple[int, ...]:
         """Return the sizes of the axes with a role, `"in"`, `"out"`, or `"rows"`."""
         return tuple(self.shape[axis] for axis in self.list_axes(role))
 
     def list_dims(self, axis: int) -> tuple[str, ...]:
         """Return the mesh dims over which an axis is sharded while its layer computes."""
-        return find_compute_dims(self.layout, self.gathered_dims, self.batch_dims)[axis]
+        return list_dims_while_computing(self.layout, self.gathered_dims, self.batch_dims)[axis]
 
     def count_shards(self, axis: int) -> int:
         """Return the number of shards of an axis while its layer computes."""
@@ -88,7 +88,7 @@ class Weight:
 
     def count_heads(self, role: str) -> int:
         """Return the number of attention heads along the first axis with a role, `"in"` or `"out"`."""
-        return self.list_sizes(role)[0] // (self.use.head_size or 1)
+        return self.list_axis_sizes(role)[0] // (self.use.head_size or 1)
 
     @property
     def layout_text(self) -> str:
@@ -99,7 +99,7 @@ class Weight:
 # Thousands of weights have only a few different roles and layouts, so results are cached.
 @lru_cache(4096)
 def _group_axes_by_role(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the axes by role without its number: of `("out.0", "in.0", "in.1")`, `in` has the axes 1 and 2."""
+    """Return a dict from role to axes: {"out": (0,), "in": (1, 2)} for the roles ("out.0", "in.0", "in.1")."""
     found: dict[str, list[int]] = {}
     for role, axis in sorted((role, axis) for axis, role in enumerate(roles)):
         found.setdefault(role.partition(".")[0], []).append(axis)
@@ -107,7 +107,7 @@ def _group_axes_by_role(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(4096)
-def find_compute_dims(
+def list_dims_while_computing(
     layout: Layout, gathered_dims: tuple[str, ...], batch_dims: tuple[str, ...]
 ) -> tuple[tuple[str, ...], ...]:
     """Return for each axis the mesh dims over which a weight is sharded while its layer computes.
@@ -116,12 +116,12 @@ def find_compute_dims(
     dim, so an axis that is sharded over the batch dim and other dims counts as sharded over the other dims only.
     """
 
-    def find_compute_dims_of_axis(axis: int) -> tuple[str, ...]:
+    def list_axis_dims_while_computing(axis: int) -> tuple[str, ...]:
         dims = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]
         dims = [dim for dim in dims if dim not in gathered_dims]
         return tuple(dim for dim in dims if dim not in batch_dims or len(dims) == 1)
 
-    return tuple(map(find_compute_dims_of_axis, range(layout.rank)))
+    return tuple(map(list_axis_dims_while_computing, range(layout.rank)))
 
 
 class Experts(NamedTuple):
@@ -132,7 +132,7 @@ class Experts(NamedTuple):
 
 
 class LintedPlan:
-    """A plan in the form for the checks: weights by their role, blocks of layers, and consecutive kernels."""
+    """A plan with views that the checks of lint need: weights with axis roles, blocks, and consecutive kernels."""
 
     def __init__(self, plan: PlanTable, batch_dim: BatchDim | None) -> None:
         self.plan = plan
@@ -164,24 +164,24 @@ class LintedPlan:
 
     @cached_property
     def kernels_before(self) -> Mapping[int, Sequence[Weight]]:
-        """For each kernel, by its id: the kernels that compute its input."""
-        return _group_by_id((then, first) for first, then in self.kernel_pairs)
+        """A dict from the id of a kernel to the kernels that compute its input."""
+        return _group_second_weights_by_first((then, first) for first, then in self.kernel_pairs)
 
     @cached_property
     def kernels_after(self) -> Mapping[int, Sequence[Weight]]:
-        """For each kernel, by its id: the kernels that take its output as their input."""
-        return _group_by_id(self.kernel_pairs)
+        """A dict from the id of a kernel to the kernels that take its output as their input."""
+        return _group_second_weights_by_first(self.kernel_pairs)
 
     @cached_property
     def biases(self) -> Mapping[tuple[str, str], Sequence[Weight]]:
-        """The weights with output axes but no summed axis, by the model and path of their layer."""
+        """A dict from the model and path of a layer to its weights with output axes but no summed axis."""
         found: dict[tuple[str, str], list[Weight]] = defaultdict(list)
         for w in self.weights:
             if w.list_axes("out") and not w.list_axes("in"):
                 found[w.assignment.variable.model, w.layer].append(w)
         return found
 
-    def count_votes(self, w: Weight, axis: int, dims: tuple[str, ...]) -> int:
+    def count_agreeing_weights(self, w: Weight, axis: int, dims: tuple[str, ...]) -> int:
         """Return how many other weights agree with sharding an axis of a kernel over these mesh dims.
 
         They are its bias, the kernels that share the axis, and the same weight in other blocks. For dims of the batch,
@@ -194,7 +194,7 @@ class LintedPlan:
         votes = [b.list_dims(b.use.roles.index(role)) for b in biases if role in b.use.roles]
         votes += [other.list_dims(other.list_axes("in" if is_out else "out")[0]) for other in near]
         votes += [
-            other.list_dims(axis) for other in self.siblings[get_sibling_key(w.assignment)] if other is not w
+            other.list_dims(axis) for other in self.siblings[make_sibling_key(w.assignment)] if other is not w
         ]
         return votes.count(dims) - len(votes) * bool({*dims} & {*self.batch_dims})
 
@@ -229,10 +229,10 @@ class LintedPlan:
 
     @cached_property
     def siblings(self) -> Mapping[object, Sequence[Weight]]:
-        """The weights of one shape with paths that differ only in numbers, by `get_sibling_key`."""
+        """A dict from the result of `make_sibling_key` to the weights with this key."""
         found: dict[object, list[Weight]] = defaultdict(list)
         for w in self.weights:
-            found[get_sibling_key(w.assignment)].append(w)
+            found[make_sibling_key(w.assignment)].append(w)
         return found
 
     def find_attention_kernels(self, block: Sequence[Weight]) -> dict[str, Weight]:
@@ -240,7 +240,7 @@ class LintedPlan:
         found = {
             part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
         }
-        return {part: each[0] for part, each in found.items()} if _has_one_of_each(found) else {}
+        return {part: each[0] for part, each in found.items()} if _has_one_kernel_per_part(found) else {}
 
     def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
         """Return the mesh dims over which most attention kernels of a block shard heads, or () if no dims fit.
@@ -259,8 +259,8 @@ class LintedPlan:
         return max(fitting, key=lambda each: (not {*each} & {*self.batch_dims}, dims.count(each)), default=())
 
 
-def _group_by_id(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequence[Weight]]:
-    """Return the second weights of pairs, grouped by the id of the first weight."""
+def _group_second_weights_by_first(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequence[Weight]]:
+    """Return a dict from the id of each first weight of the pairs to its second weights."""
     found: dict[int, list[Weight]] = defaultdict(list)
     for key, value in pairs:
         found[id(key)].append(value)
@@ -271,16 +271,16 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
     """Yield each pair of kernels in a block in which the second takes the output of the first.
 
     These are kernels with the output sizes that only one other kernel has as input sizes, and the kernels of
-    `find_fused_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are found by the
-    names of their layers.
+    `iterate_fused_attention_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are
+    found by the names of their layers.
     """
-    yield from find_fused_pairs(block)
+    yield from iterate_fused_attention_pairs(block)
     order = {id(w): number for number, w in enumerate(block)}
     outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
     ins: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
     for w in block:
-        outs[w.list_sizes("out")].append(w)
-        ins[w.list_sizes("in")].append(w)
+        outs[w.list_axis_sizes("out")].append(w)
+        ins[w.list_axis_sizes("in")].append(w)
     for sizes, makers in outs.items():
         takers = ins.get(sizes, [])
         if len(takers) == 1 and not any(w is takers[0] for w in makers):
@@ -291,21 +291,21 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
     if (
         query is not None
         and len(takers) == 1
-        and query.list_sizes("out") == query.list_sizes("in") == takers[0].list_sizes("in")
+        and query.list_axis_sizes("out") == query.list_axis_sizes("in") == takers[0].list_axis_sizes("in")
     ):
         yield query, takers[0]
 
 
-def find_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+def iterate_fused_attention_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Yield each fused query, key, and value kernel of a block with the output kernel of its attention.
 
     The output kernel is the next one, and it takes a third of the fused columns. With fewer heads of keys than of
     queries it takes more, so the fused kernel is then found by the name of its layer.
     """
     for fused, taker in itertools.pairwise(block):
-        if fused.list_sizes("in") != taker.list_sizes("out"):
+        if fused.list_axis_sizes("in") != taker.list_axis_sizes("out"):
             continue
-        match fused.list_sizes("out"), taker.list_sizes("in"):
+        match fused.list_axis_sizes("out"), taker.list_axis_sizes("in"):
             case (columns,), (width,) if columns == 3 * width or (
                 columns > width and _FUSED.fullmatch(fused.layer_name)
             ):
@@ -314,7 +314,7 @@ def find_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]
                 pass
 
 
-def _has_one_of_each(kernels_by_part: dict[str, list[Weight]]) -> bool:
+def _has_one_kernel_per_part(kernels_by_part: dict[str, list[Weight]]) -> bool:
     return all(len(each) == 1 for each in kernels_by_part.values())
 
 
@@ -328,10 +328,10 @@ def is_attention_output_name(layer_name: str) -> bool:
     return _TAKES_HEADS.fullmatch(layer_name) is not None
 
 
-def get_sibling_key(a: Assignment) -> object:
+def make_sibling_key(a: Assignment) -> object:
     """Return a key that is equal for the same weight in repeated blocks, and different for all other weights."""
     v = a.variable
-    return (v.model, split_at_numbers(v.path), v.shape) if any(map(str.isdigit, v.path)) else id(a)
+    return (v.model, split_path_at_numbers(v.path), v.shape) if any(map(str.isdigit, v.path)) else id(a)
 
 
 def format_rule_suffix(assignment: Assignment) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import replace_numbers
+from layoutmap.core.paths import replace_numbers_with_stars
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.memory import Memory, count_memory
@@ -19,7 +19,7 @@ from layoutmap.plan.problems import Problem, group_problems, sort_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import Verdict
 from layoutmap.report.explain import iterate_collective_rows
-from layoutmap.report.rows import make_rows
+from layoutmap.report.rows import make_table_rows
 from layoutmap.report.text import format_activation_rows
 
 NO_RULE, NOT_ASKED = -1, -2
@@ -36,14 +36,14 @@ def make_verdict_data(verdict: Verdict) -> dict[str, object]:
     All texts are formatted here, so the scripts of the page display them unchanged.
     """
     return {
-        "mood": verdict.mood,
+        "mood": verdict.color_class,
         "fits": verdict.fits,
         "so_far": verdict.is_lower_bound,
         "says": verdict.headline,
         "needed": verdict.needed_bytes,
         "available": verdict.available_bytes,
         "moment": verdict.moment,
-        "because": [[cause.text, cause.num_bytes] for cause in verdict.because],
+        "because": [[group.text, group.num_bytes] for group in verdict.because],
         "advice": [
             [
                 a.format_headline(verdict.available_bytes or 0),
@@ -58,7 +58,7 @@ def make_verdict_data(verdict: Verdict) -> dict[str, object]:
 class _UniqueValues(dict[Hashable, int]):
     """Dict that gives each distinct value a number, from 0 in the order of first use."""
 
-    def get_number(self, value: Hashable) -> int:
+    def get_or_add_number(self, value: Hashable) -> int:
         return self.setdefault(value, len(self))
 
 
@@ -78,7 +78,7 @@ class _PageData:
 
     def make_page_dict(self, findings: Sequence[Problem]) -> dict[str, Any]:
         plan, memory = self.plan, count_memory(self.plan)
-        rows = make_rows(plan)
+        rows = make_table_rows(plan)
         row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
         variables = [self._make_variable_entry(a, row_of[id(a)]) for a in plan.assignments]
         return {
@@ -108,19 +108,23 @@ class _PageData:
             ),
         }
 
-    def _find_first_variable(self, cause: str) -> int | None:
+    def _find_first_variable(self, starred_path: str) -> int | None:
         """Return the position of the first variable with this path, in which stars are numbers, or None for a layer."""
-        if "*" in cause:
+        if "*" in starred_path:
             return next(
-                (numbers[0] for path, numbers in self.by_path.items() if replace_numbers(path) == cause),
+                (
+                    n[0]
+                    for path, n in self.by_path.items()
+                    if replace_numbers_with_stars(path) == starred_path
+                ),
                 None,
             )
-        return next(iter(self.by_path.get(cause, ())), None)
+        return next(iter(self.by_path.get(starred_path, ())), None)
 
     def _make_variable_entry(self, a: Assignment, row: int) -> list[object]:
         v, match = a.variable, a.match
         shard = a.shard_bytes if a.fits else None
-        form = self.forms.get_number(
+        form = self.forms.get_or_add_number(
             (v.shape, v.dtype, self._get_layout_number(a.layout), v.global_bytes, shard)
         )
         rule = (
@@ -133,11 +137,11 @@ class _PageData:
         more = {
             "model": v.model,
             "aliases": v.aliases,
-            "parent": v.parent and self._find_parent(a),
+            "parent": v.parent and self._find_parent_position(a),
             "step": tuple(
-                self.texts.get_number(": ".join(row)) for row in iterate_collective_rows(self.plan, a)
+                self.texts.get_or_add_number(": ".join(row)) for row in iterate_collective_rows(self.plan, a)
             ),
-            "global_init": a.global_init and self.texts.get_number(a.global_init),
+            "global_init": a.global_init and self.texts.get_or_add_number(a.global_init),
             **(self._make_match_fields(match, a) if match else {}),
         }
         written: list[Any] = [v.path, form, v.kind, row, rule]
@@ -148,14 +152,14 @@ class _PageData:
         others = tuple(self._get_rule_number(rule) for rule in match.others)
         asked = match.rule.layout if match.rule and match.rule.layout != a.layout else None
         return {
-            "others": self.lists.get_number(others) if others else None,
-            "near": self.lists.get_number(match.near_misses) if match.near_misses else None,
+            "others": self.lists.get_or_add_number(others) if others else None,
+            "near": self.lists.get_or_add_number(match.near_misses) if match.near_misses else None,
             "asked": asked and self._get_layout_number(asked),
             "rest": match.has_rest_layout or None,
             "found": match.has_existing_layout or None,
         }
 
-    def _find_parent(self, a: Assignment) -> int | str:
+    def _find_parent_position(self, a: Assignment) -> int | str:
         """Return the position of a variable's parent in the plan, or the parent's path if the plan lacks it."""
         path, model = a.variable.parent or "", a.variable.model
         for i in self.by_path.get(path, ()):
@@ -164,19 +168,19 @@ class _PageData:
         return path
 
     def _get_rule_number(self, rule: Rule) -> int:
-        return self.rules.get_number(
+        return self.rules.get_or_add_number(
             (rule.number, rule.pattern, self._get_layout_number(rule.layout), rule.uneven)
         )
 
     def _get_layout_number(self, layout: Layout) -> int:
-        """Return the number under which the page data has a layout: the mesh dims of each axis, and the text."""
+        """Return the number of a layout in the page's list of layouts, and add a new layout to the list."""
         if id(layout) in self._seen:
             return self._seen[id(layout)]
         dims = {name: i for i, name in enumerate(self.plan.mesh.dim_names)}
         dims_of_axes = tuple(
             tuple(dims[name] for name in layout.list_mesh_dims(i)) for i in range(layout.rank)
         )
-        self._seen[id(layout)] = self.layouts.get_number((dims_of_axes, str(layout)))
+        self._seen[id(layout)] = self.layouts.get_or_add_number((dims_of_axes, str(layout)))
         return self._seen[id(layout)]
 
     def _make_problem_fields(self, merged: Problem, members: Sequence[Problem]) -> dict[str, object]:

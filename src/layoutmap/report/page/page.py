@@ -17,7 +17,7 @@ from layoutmap.core.escaping import escape_html
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import judge_plan
-from layoutmap.report.contents import CheckpointContents, format_contents_summary
+from layoutmap.report.contents import CheckpointContents, format_checkpoint_summary
 from layoutmap.report.page.data import make_page_data, make_verdict_data
 from layoutmap.report.text import format_plan_summary
 
@@ -66,7 +66,7 @@ def make_plan_page(
     return _fill_template("plan", f"Plan: {format_plan_summary(plan)}", data)
 
 
-def read_explained_step(explained: Any) -> Mapping[str, object]:
+def validate_step_explanation(explained: Any) -> Mapping[str, object]:
     """Return the explanation of a compiled step, which may come from a file, after checking its fields.
 
     Raises:
@@ -83,7 +83,7 @@ def read_explained_step(explained: Any) -> Mapping[str, object]:
     wrong = wrong or [name for name, keys in rows.items() if not all(keys <= {*row} for row in fields[name])]
     if wrong:
         raise PlanError(
-            "this is not the explanation of a step",
+            "explained is not the explanation of a compiled step",
             facts={"missing or of another type": ", ".join(wrong)},
             why="the page shows collectives, products, and bytes of a compiled step",
             fix="pass the result of step.explain(..).to_json(), or a file of it",
@@ -104,7 +104,7 @@ def make_checkpoint_page(contents: CheckpointContents, problems: Sequence[Proble
         "facts": list(contents.facts.items()),
         "verified": problems is not None,
     }
-    return _fill_template("checkpoint", f"Checkpoint {format_contents_summary(contents)}", data)
+    return _fill_template("checkpoint", f"Checkpoint {format_checkpoint_summary(contents)}", data)
 
 
 # A page must work offline, so it contains its styles, scripts, and data (decisions/0021).
@@ -114,7 +114,7 @@ def _fill_template(kind: str, title: str, data: Mapping[str, object]) -> str:
         "kind": kind,
         "title": escape_html(title),
         "style": _read_asset("page.css"),
-        "data": _dump_json(data),
+        "data": _dump_script_safe_json(data),
         "script": f'(() => {{\n"use strict";\n{scripts}\n}})();',
     }
     # A path in the data may look like a placeholder, so replace all placeholders in one pass.
@@ -127,6 +127,6 @@ def _read_asset(name: str) -> str:
     return files("layoutmap.report").joinpath("page/assets", name).read_text(encoding="utf-8")
 
 
-def _dump_json(data: object) -> str:
+def _dump_script_safe_json(data: object) -> str:
     """Return data as JSON that is safe inside a script element: ASCII only, with `<` escaped."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -22,7 +22,7 @@ from layoutmap.core.errors import RuleError
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.old_names import warn_about_old_name
 from layoutmap.core.specs import BatchDim, Specs
-from layoutmap.rules.yaml_file import RulesFields, read_rules_file
+from layoutmap.rules.yaml_file import RulesFileFields, parse_rules_file
 
 _FOLDER = os.path.dirname(__file__)  # a text and not a `Path`, because pathlib is slow to import
 _COMPATIBLE_FAMILIES = {
@@ -70,7 +70,7 @@ def find_matching_preset(paths: Sequence[str]) -> str | None:
     """
     unused: dict[str, int] = {}
     for name in list_presets() if paths else ():
-        patterns = [re.compile(pattern) for pattern in read_rules_file(_read_preset_file(name)).rules]
+        patterns = [re.compile(pattern) for pattern in parse_rules_file(_read_preset_file(name)).rules]
         first = {next((n for n, each in enumerate(patterns) if each.match(path)), None) for path in paths}
         if None not in first:
             unused[name] = len(patterns) - len(first)
@@ -80,7 +80,7 @@ def find_matching_preset(paths: Sequence[str]) -> str | None:
 # Mesh dims have no standard names, so the caller's dims replace `model` and `fsdp` of the preset (decisions/0024).
 def read_preset(
     name: str, mesh: Mesh, model_dim: str | None, fsdp_dim: str | None, batch_dim: BatchDim | None = None
-) -> RulesFields:
+) -> RulesFileFields:
     """Return the rules of a preset with its dims replaced by those of a mesh.
 
     Args:
@@ -98,7 +98,7 @@ def read_preset(
         >>> read_preset("llama", Mesh(None, "tp=4"), "tp", None).rules[r"(.*\\.)?token_embedding\\.embeddings$"]
         ('tp', None)
     """
-    fields, dims = read_rules_file(_read_preset_file(name)), {"model": model_dim, "fsdp": fsdp_dim}
+    fields, dims = parse_rules_file(_read_preset_file(name)), {"model": model_dim, "fsdp": fsdp_dim}
     for role, dim in dims.items():
         where, why = f"preset {name!r}: {role}_dim", "weights are sharded over it"
         check_dims_in_mesh(where, dim, mesh, why, RuleError, ", or pass None")

@@ -46,7 +46,7 @@ class EngineCases(OldMethodNames):
         "random_initializer": "make_random_initializer",
         "gathered": "gather_shards",
         "assembled": "assemble_array",
-        "held": "can_hold",
+        "held": "supports_specs",
         "mesh": "make_mesh",
     }
 
@@ -66,7 +66,7 @@ class EngineCases(OldMethodNames):
         return Initializer(global_value=lambda: values)
 
     def gather_shards(self, shards: Iterable[tuple[Index, NumpyArray]]) -> list[tuple[Index, NumpyArray]]:
-        """Return the shards of all processes, each index once."""
+        """Return pairs of the index and the values of each shard in all processes. Each index occurs once."""
         return list(shards)
 
     def num_live_arrays(self) -> int:
@@ -84,22 +84,22 @@ class EngineCases(OldMethodNames):
         """Return the global values of an array. Raise if the array's shards leave gaps or overlap."""
         return assemble_blocks(self.gather_shards(self.engine.iterate_shards(array)), shape, np.dtype(dtype))
 
-    def can_hold(self, specs: tuple[ShardingSpec, ...]) -> bool:
-        """Return whether the engine claims to support these sharding specs."""
+    def supports_specs(self, specs: tuple[ShardingSpec, ...]) -> bool:
+        """Return whether the engine declares that it supports layouts with these sharding specs."""
         has_combined_dims = any(isinstance(spec, tuple) for spec in specs)
         return specs not in self.cannot_hold and (self.engine.several_dims or not has_combined_dims)
 
     def make_mesh(self, dims: str, first: int | None = None, name: str = "") -> Mesh:
-        """Return a mesh: abstract, or bound from device number `first` on, or on the only device of the laws."""
-        mesh = Mesh(None, self._parse_dims(dims), name)
+        """Return a mesh on `one_device`, on the devices from number `first` on, or without devices."""
+        mesh = Mesh(None, self._parse_dims_for_tested_devices(dims), name)
         if self.one_device is not None:
             return mesh.with_devices([self.one_device])
         if first is None:
             return mesh
         return mesh.with_devices(self.engine.list_device_names()[first : first + mesh.size])
 
-    def _convert_to_numpy(self, value: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
-        """Return the global value of an initializer, as a numpy array."""
+    def _assemble_initial_values(self, value: Any, shape: tuple[int, ...], dtype: str) -> NumpyArray:
+        """Return the value of an initializer as a numpy array, also if it is an array of the framework."""
         if isinstance(value, np.ndarray):
             return value
         return self.assemble_array(value, shape, dtype)
@@ -108,7 +108,7 @@ class EngineCases(OldMethodNames):
     def _device_type(self) -> str | None:
         return self.one_device and self.one_device.partition(":")[0]
 
-    def _parse_dims(self, dims: str) -> list[tuple[str, int]]:
+    def _parse_dims_for_tested_devices(self, dims: str) -> list[tuple[str, int]]:
         """Return the dims of a mesh with their sizes. On one device, each size is 1."""
         mesh = Mesh(None, dims)
         return [(dim, mesh.dim_size(dim) if self.one_device is None else 1) for dim in mesh.dim_names]
@@ -125,14 +125,14 @@ class EngineCases(OldMethodNames):
     def _make_case_strategy(
         self, num_layouts: int
     ) -> st.SearchStrategy[tuple[Mesh, tuple[Layout, ...], tuple[int, ...], str]]:
-        """Return a strategy of a mesh, layouts on it, a shape that fits all these layouts, and an element type."""
+        """Return a strategy that draws a mesh, layouts, a shape that they shard evenly, and an element type."""
 
         @st.composite
         def draw_case(draw: st.DrawFn) -> tuple[Mesh, tuple[Layout, ...], tuple[int, ...], str]:
             mesh = draw(st.sampled_from(self._list_meshes()))
             rank = draw(st.integers(0, 4))
             one = st.builds(Layout, _make_specs_strategy(mesh, rank), st.just(mesh)).filter(
-                lambda layout: self.can_hold(layout.sharding_specs)
+                lambda layout: self.supports_specs(layout.sharding_specs)
             )
             layouts = draw(st.tuples(*[one] * num_layouts))
             times = draw(st.tuples(*[st.integers(0, 2)] * rank))
@@ -154,7 +154,7 @@ class EngineCases(OldMethodNames):
 
 
 def generate_values(shape: tuple[int, ...], dtype: str, seed: int) -> NumpyArray:
-    """Return values of random bits, among them -0.0, infinities, and NaNs."""
+    """Return an array of random bits. Arrays of floats start with -0.0 and infinity, and may contain NaNs."""
     rng = np.random.default_rng(seed)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
@@ -175,7 +175,7 @@ def assert_same_bits(expected: NumpyArray, actual: NumpyArray) -> None:
 
 
 def list_all_specs(mesh: Mesh, rank: int) -> list[tuple[ShardingSpec, ...]]:
-    """Return the sharding specs of all layouts of a rank: each dim on any axis or none, in all orders."""
+    """Return the sharding specs of all layouts of a rank: each dim on any axis or none, in all orders of dims."""
     all_specs: dict[tuple[ShardingSpec, ...], None] = {}
     for axes in itertools.product(range(-1, rank), repeat=len(mesh.dim_names)):
         for order in itertools.permutations(range(len(axes))):
@@ -194,8 +194,8 @@ def _convert_axes_to_specs(
     return Layout([tuple(names) for names in dims], mesh).sharding_specs
 
 
-def list_some_specs(mesh: Mesh) -> list[tuple[ShardingSpec, ...]]:
-    """Return a few specs of rank 2: replicated, one axis over one dim, one axis over all dims, and both axes."""
+def list_matrix_specs(mesh: Mesh) -> list[tuple[ShardingSpec, ...]]:
+    """Return sharding specs of a matrix: replicated, one axis over one dim, one axis over all dims, and both axes."""
     first, last, names = mesh.dim_names[0], mesh.dim_names[-1], mesh.dim_names
     specs: list[list[Any]] = [[None, None], [first, None], [names, None], [names[::-1], None]]
     if first != last:
@@ -220,8 +220,8 @@ def make_assignment(shape: tuple[int, ...], dtype: str, layout: Layout, path: st
 def make_recording_initializer(values: NumpyArray, used_keys: list[str], key: str) -> Initializer:
     """Return an initializer that returns `values` and appends `key` to `used_keys` at each use."""
 
-    def get_value() -> NumpyArray:
+    def record_key_and_get_values() -> NumpyArray:
         used_keys.append(key)
         return values
 
-    return Initializer(global_value=get_value)
+    return Initializer(global_value=record_key_and_get_values)

@@ -17,7 +17,7 @@ from layoutmap.testing.engine.cases import (
     assert_same_bits,
     draw_half_as_many_examples,
     generate_values,
-    list_some_specs,
+    list_matrix_specs,
 )
 
 
@@ -29,7 +29,7 @@ class ComputingLaws(EngineCases):
         values = generate_values((16, 8), "uint32", seed=12)
         array = self.make_array(values)
         for mesh in self._list_meshes():
-            for specs in filter(self.can_hold, list_some_specs(mesh)):
+            for specs in filter(self.supports_specs, list_matrix_specs(mesh)):
                 layout = Layout(specs, mesh)
                 result = self.engine.call_with_layout(
                     lambda a, times: a * times, layout, [array], {"times": 3}
@@ -55,7 +55,7 @@ class ComputingLaws(EngineCases):
         """A variable has the layout and the values of its array."""
         values = generate_values((16, 8), "float32", seed=13)
         for mesh in self._list_meshes():
-            for specs in filter(self.can_hold, list_some_specs(mesh)):
+            for specs in filter(self.supports_specs, list_matrix_specs(mesh)):
                 array = self.engine.relayout(values, Layout(specs, mesh))
                 variable = self.engine.make_variable(array, name="w", trainable=False)
 

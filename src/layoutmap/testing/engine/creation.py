@@ -20,7 +20,7 @@ from layoutmap.testing.engine.cases import (
     assert_same_bits,
     draw_half_as_many_examples,
     generate_values,
-    list_some_specs,
+    list_matrix_specs,
     make_assignment,
     make_recording_initializer,
 )
@@ -34,9 +34,11 @@ class CreationLaws(EngineCases):
         shape = (16, 8)
         for dtype in ("float32", "bfloat16"):
             initializer = self.make_random_initializer(shape, dtype, seed=7)
-            expected = self._convert_to_numpy(initializer.global_value(), shape, dtype)
+            expected = self._assemble_initial_values(initializer.global_value(), shape, dtype)
             for mesh in self._list_meshes() if dtype == "float32" else [self.make_mesh("x=2,y=4")]:
-                layouts = [Layout(specs, mesh) for specs in list_some_specs(mesh) if self.can_hold(specs)]
+                layouts = [
+                    Layout(specs, mesh) for specs in list_matrix_specs(mesh) if self.supports_specs(specs)
+                ]
                 assignments = {str(i): make_assignment(shape, dtype, each) for i, each in enumerate(layouts)}
                 arrays = self.engine.create_initial_values(
                     assignments, dict.fromkeys(assignments, initializer)
@@ -92,12 +94,12 @@ class CreationLaws(EngineCases):
         assignments = {key: make_assignment((16, 8), "float32", layout) for key in initializers}
         arrays = self.engine.create_initial_values(assignments, initializers)
         for key, initializer in initializers.items():
-            expected = self._convert_to_numpy(initializer.global_value(), (16, 8), "float32")
+            expected = self._assemble_initial_values(initializer.global_value(), (16, 8), "float32")
 
             assert_same_bits(expected, self.assemble_array(arrays[key], (16, 8), "float32"))
 
     def test_progress_is_called(self):
-        """Progress is called with each key in order, after its variable is created."""
+        """The progress callback is called with the key of each variable in order, after the variable is created."""
         layout = Layout(["x"], self.make_mesh("x=2"))
         initializers = {key: self.make_random_initializer((4,), "float32", seed=9) for key in "cab"}
         called: list[str] = []
@@ -142,7 +144,7 @@ class CreationLaws(EngineCases):
         assignments = {key: make_assignment((4,), "float32", layout) for key in "abc"}
         called: list[str] = []
 
-        def fail() -> Any:
+        def raise_error() -> Any:
             raise error("broken initializer")
 
         initializers = {key: self.make_random_initializer((4,), "float32", seed=10) for key in "abc"}
@@ -151,7 +153,7 @@ class CreationLaws(EngineCases):
         before = self.num_live_arrays()
         with pytest.raises(error, match="broken initializer"):
             self.engine.create_initial_values(
-                assignments, {**initializers, "c": Initializer(global_value=fail)}, called.append
+                assignments, {**initializers, "c": Initializer(global_value=raise_error)}, called.append
             )
         gc.collect()
 

@@ -50,7 +50,7 @@ class LayoutLaws(EngineCases):
 
     def test_an_abstract_mesh_is_bound_to_the_first_devices(self):
         """`bind_mesh` gives the first devices to an abstract mesh, and returns a bound mesh unchanged."""
-        abstract = Mesh(None, self._parse_dims("x=2,y=2"), "name")
+        abstract = Mesh(None, self._parse_dims_for_tested_devices("x=2,y=2"), "name")
         bound = self.engine.bind_mesh(abstract)
 
         assert abstract.with_devices(self.engine.list_device_names()[: abstract.size]) == bound
@@ -141,7 +141,7 @@ class LayoutLaws(EngineCases):
             assert [] == used
 
     def test_several_dims_along_an_axis_are_supported_as_declared(self):
-        """`check_layout` accepts an axis over two mesh dims exactly if `several_dims`, which plans read, is true."""
+        """`check_layout` accepts an axis over two mesh dims if and only if the engine's `several_dims` is true."""
         layout = Layout([("x", "y"), None], Mesh(None, "x=2,y=4"))
         if self.engine.several_dims:
             self.engine.check_layout(layout)
@@ -159,12 +159,12 @@ class LayoutLaws(EngineCases):
                 except EngineError:
                     is_refused = True
 
-                assert is_refused == (mesh.size > 1 and not self.can_hold(specs))
+                assert is_refused == (mesh.size > 1 and not self.supports_specs(specs))
 
     def test_arrays_keep_their_own_layouts(self):
         """Arrays on meshes of the same devices keep their layouts if order, shape, or names of the meshes differ."""
         names = self.engine.list_device_names(self._device_type)
-        grids = [self._parse_dims(dims) for dims in ("x=2,y=4", "x=4,y=2", "y=2,x=4")]
+        grids = [self._parse_dims_for_tested_devices(dims) for dims in ("x=2,y=4", "x=4,y=2", "y=2,x=4")]
         meshes = [
             Mesh(None, grids[0]),
             *[self.make_mesh("x=2,y=4", first=0, name=name) for name in ("", "b", "a")],

@@ -39,7 +39,7 @@ class ShardLaws(EngineCases):
         """A relayout between any two layouts keeps all bits and gives the new layout."""
         mesh = self.make_mesh("x=2,y=4")
         values = generate_values((8, 16), "float32", seed=1)
-        layouts = [Layout(specs, mesh) for specs in list_all_specs(mesh, 2) if self.can_hold(specs)]
+        layouts = [Layout(specs, mesh) for specs in list_all_specs(mesh, 2) if self.supports_specs(specs)]
         arrays = [self.engine.relayout(values, layout) for layout in layouts]
         for (before, array), after in itertools.product(zip(layouts, arrays, strict=True), layouts):
             moved = self.engine.relayout(array, after)
@@ -72,7 +72,7 @@ class ShardLaws(EngineCases):
             Layout(["b", "a"], self.make_mesh("a=2,b=2", first=2)),
         ]
         over_two = Layout([("b", "a"), None], self.make_mesh("a=2,b=2", first=2))
-        layouts += [over_two] * self.can_hold(over_two.sharding_specs)
+        layouts += [over_two] * self.supports_specs(over_two.sharding_specs)
         for before, after in itertools.product(layouts, layouts):
             moved = self.engine.relayout(self.engine.relayout(values, before), after)
 
@@ -82,13 +82,13 @@ class ShardLaws(EngineCases):
     @draw_half_as_many_examples
     @given(data=st.data())
     def test_a_mover_keeps_every_bit(self, data: st.DataObject):
-        """A mover copies an array to the layout of a second one, keeps all bits, and leaves both arrays unchanged."""
-        if self.engine.make_mover is None:
+        """A mover copies an array to the layout of another array, keeps all bits, and changes neither array."""
+        if self.engine.make_array_mover is None:
             return
         _, (first, second), shape, dtype = data.draw(self._make_case_strategy(num_layouts=2))
         values, zeros = generate_values(shape, dtype, seed=5), np.zeros(shape, np.dtype(dtype))
         array, like = self.engine.relayout(values, first), self.engine.relayout(zeros, second)
-        (moved,) = self.engine.make_mover([ArrayMove((0,))], [array], [like])([array])
+        (moved,) = self.engine.make_array_mover([ArrayMove((0,))], [array], [like])([array])
 
         assert second == self.engine.get_layout(moved)
         self._assert_each_device_has_its_shard(moved, second, values)
@@ -96,8 +96,8 @@ class ShardLaws(EngineCases):
         assert_same_bits(zeros, self.assemble_array(like, shape, dtype))
 
     def test_a_mover_moves_between_meshes(self):
-        """A mover between meshes with different shapes and devices keeps all bits."""
-        if self.engine.make_mover is None:
+        """The function of `make_array_mover` keeps all bits between meshes with different shapes and devices."""
+        if self.engine.make_array_mover is None:
             return
         values = generate_values((8, 16), "float32", seed=6)
         layouts = [
@@ -110,7 +110,7 @@ class ShardLaws(EngineCases):
                 self.engine.relayout(values, before),
                 self.engine.relayout(np.zeros_like(values), after),
             )
-            (moved,) = self.engine.make_mover([ArrayMove((0,))], [array], [like])([array])
+            (moved,) = self.engine.make_array_mover([ArrayMove((0,))], [array], [like])([array])
 
             assert after == self.engine.get_layout(moved)
             self._assert_each_device_has_its_shard(moved, after, values)
@@ -164,12 +164,12 @@ class ShardLaws(EngineCases):
         values = generate_values(shape, dtype, seed=5)
         read_indices: list[Index] = []
 
-        def read(index: Index) -> NumpyArray:
+        def read_block(index: Index) -> NumpyArray:
             read_indices.append(index)
             return values[index]
 
         assignment = make_assignment(shape, dtype, layout)
-        array = self.engine.create_from_shards(assignment, read, copy=data.draw(st.booleans()))
+        array = self.engine.create_from_shards(assignment, read_block, copy=data.draw(st.booleans()))
         shards = self.gather_shards(self.engine.iterate_shards(array, copy=data.draw(st.booleans())))
 
         assert layout == self.engine.get_layout(array)

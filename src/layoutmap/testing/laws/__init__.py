@@ -1,7 +1,7 @@
 """Laws of drawn cases: statements that hold for every model with every layout map.
 
 >>> from layoutmap.testing import models
->>> [(outcome.law, outcome.what) for outcome in try_case(models.draw(3), only=["repeated plans are equal"])]
+>>> [(outcome.law, outcome.what) for outcome in try_laws(models.draw(3), only=["repeated plans are equal"])]
 [('repeated plans are equal', 'held')]
 """
 
@@ -20,7 +20,7 @@ from layoutmap.testing.laws import checkpoints, inspection, plans, training
 from layoutmap.testing.laws.trial import NotApplicable, Trial, ignore_warnings
 from layoutmap.testing.models.cases import EPSILONS, Case
 
-__all__ = ["LAWS", "PRECISIONS", "Outcome", "ignore_warnings", "run_law", "try_case"]
+__all__ = ["LAWS", "PRECISIONS", "Outcome", "ignore_warnings", "run_law", "try_laws"]
 
 Law = Callable[[Trial], Iterable[str]]
 PRECISIONS = {
@@ -31,32 +31,32 @@ PRECISIONS = {
 """The precision of each law about a precision other than float32."""
 LAWS: Mapping[str, Law] = {
     "repeated plans are equal": plans.compare_repeated_plans,
-    "each variable has the layout of the first rule that matches": plans.compare_with_rules,
-    "an uneven axis shrinks to the dims that divide it": plans.compare_shrunk_axis,
-    "the planned memory is the sum of all shards": plans.compare_memory,
-    "an optimizer slot has the layout of its weight": plans.compare_slots,
-    "a misspelled rule is reported": plans.check_misspelled_rule,
-    "a rule matches from the start of a path": plans.check_last_name_rule,
-    "an impossible rule is refused": plans.check_impossible_rule,
-    "suggested rules give a plan without problems": plans.check_suggested_rules,
-    "the exit code matches the verdict": plans.compare_exit_code,
+    "each variable has the layout of the first rule that matches": plans.compare_layouts_with_rules,
+    "an uneven axis shrinks to the dims that divide it": plans.check_uneven_axis_shrinks,
+    "the planned memory is the sum of all shards": plans.compare_planned_memory_with_shards,
+    "an optimizer slot has the layout of its weight": plans.compare_slots_with_weights,
+    "a misspelled rule is reported": plans.check_misspelled_rule_is_reported,
+    "a rule matches from the start of a path": plans.check_last_name_rule_is_unused,
+    "an impossible rule is refused": plans.check_impossible_rule_is_refused,
+    "suggested rules give a plan without problems": plans.find_problems_of_suggested_rules,
+    "the exit code matches the verdict": plans.compare_exit_code_with_verdict,
     "initial values equal those of the unsharded model": training.compare_initial_values,
-    "predict and evaluate agree with one device": training.compare_predictions,
+    "predict and evaluate agree with one device": training.compare_keras_predictions,
     "training agrees with one device": training.compare_training,
-    "training with own rows agrees with one device": training.compare_own_rows,
-    "training without the compiler agrees with one device": training.compare_without_compiler,
-    "steps under explicit axes agree with one device": training.compare_explicit_axes,
-    "a built model matches its plan": plans.compare_built_model,
-    "an inspected model matches its plan": inspection.compare_with_plan,
-    "rules read from a model rebuild its layouts": inspection.rebuild_from_rules,
-    "a checkpoint loads on another mesh": checkpoints.load_on_other_mesh,
-    "a sync moves the weights to another mesh": checkpoints.sync_to_other_mesh,
-    "a checkpoint loads on another engine": checkpoints.load_on_other_engine,
-    "apply keeps the values of an existing model": checkpoints.apply_to_existing_model,
-    "replicas have equal bits": training.compare_replicas,
-    "a failing step changes no variable": training.run_failing_step,
-    "a failing evaluation changes no weight": training.run_failing_evaluation,
-} | {law: partial(training.compare_precision, precision) for law, precision in PRECISIONS.items()}
+    "training with own rows agrees with one device": training.compare_training_with_own_rows,
+    "training without the compiler agrees with one device": training.compare_training_without_compiler,
+    "steps under explicit axes agree with one device": training.compare_training_with_explicit_axes,
+    "a built model matches its plan": plans.compare_built_model_with_plan,
+    "an inspected model matches its plan": inspection.compare_inspected_model_with_plan,
+    "rules read from a model rebuild its layouts": inspection.compare_model_rebuilt_from_rules,
+    "a checkpoint loads on another mesh": checkpoints.load_checkpoint_on_other_mesh,
+    "a sync moves the weights to another mesh": checkpoints.sync_weights_to_other_mesh,
+    "a checkpoint loads on another engine": checkpoints.load_checkpoint_on_other_engine,
+    "apply keeps the values of an existing model": checkpoints.apply_map_to_existing_model,
+    "replicas have equal bits": training.compare_bits_of_replicas,
+    "a failing step changes no variable": training.check_failing_step_changes_nothing,
+    "a failing evaluation changes no weight": training.check_failing_evaluation_changes_nothing,
+} | {law: partial(training.compare_training_in_precision, precision) for law, precision in PRECISIONS.items()}
 """For each law a function that yields the differences that it finds, in the order of a model's life.
 
 Users read the laws in reports, so a law has a text of its own, and not the name of its function (decisions/0200).
@@ -79,12 +79,12 @@ class Outcome:
     missing: str = ""  # name of a package that the law needs and that is not installed
 
     @property
-    def is_suspicious(self) -> bool:
-        """Whether the law did not hold."""
+    def is_failure(self) -> bool:
+        """Whether the law did not hold, or raised an error that the plan did not predict."""
         return self.what in ("wrong", "failed")
 
 
-def try_case(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
+def try_laws(case: Case, only: Collection[str] = ()) -> Iterator[Outcome]:
     """Try all laws, or those in `only`, on a case, and yield the outcome of each."""
     with ignore_warnings(), case.use_ambient_mesh():
         trial, laws = Trial(case), [law for law in LAWS if not only or law in only]

@@ -22,7 +22,7 @@ from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import build
 from layoutmap.testing.laws.trial import NotApplicable, Trial
-from layoutmap.testing.models.maps import DrawnMap, draw_layout_map
+from layoutmap.testing.models.maps import DrawnLayoutMap, draw_layout_map
 
 _MAX_DRAWS = 8
 _OTHER_ENGINE = {"jax": "torch", "torch": "tensorflow", "tensorflow": "jax"}
@@ -39,11 +39,11 @@ _OTHER_SEED = 1
 _REFUSED_EXIT_CODE = 3  # exit code of a program that stops because the plan has errors
 
 
-def load_on_other_mesh(trial: Trial) -> Iterator[str]:
-    """Save a trained model, load it with a different layout map, and compare layouts, and values bit for bit."""
-    case, sharded = trial.case, trial.pair[1]
-    other, plan = _draw_other_map(trial)
-    with trial.open_shared_folder() as folder:
+def load_checkpoint_on_other_mesh(trial: Trial) -> Iterator[str]:
+    """Save a trained model, and load it with a different layout map. Compare layouts, and values bit for bit."""
+    case, sharded = trial.case, trial.model_pair[1]
+    other, plan = _draw_other_valid_map(trial)
+    with trial.create_shared_folder() as folder:
         save(sharded, folder, progress=False)
         saved = describe(folder)
         variables = trial.adapter.variables(sharded)
@@ -52,7 +52,7 @@ def load_on_other_mesh(trial: Trial) -> Iterator[str]:
             case.make_model,
             folder,
             layout_map=_make_layout_map(other),
-            inputs=case.inputs,
+            inputs=case.plan_inputs,
             library=case.library,
             batch_dim=other.batch_dim,
             progress=False,
@@ -68,16 +68,16 @@ def load_on_other_mesh(trial: Trial) -> Iterator[str]:
             yield f"{path}: planned {planned[path]}, loaded in {variable.layout}"
 
 
-def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
+def sync_weights_to_other_mesh(trial: Trial) -> Iterator[str]:
     """Sync a model to one with a different layout map. Compare layouts, sent bytes, and values bit for bit."""
-    case, trainer = trial.case, trial.pair[1]
-    other, _ = _draw_other_map(trial)
+    case, trainer = trial.case, trial.model_pair[1]
+    other, _ = _draw_other_valid_map(trial)
     trial.adapter.set_seed(_OTHER_SEED)
     sampler = build(
         case.make_model,
         _make_layout_map(other),
         batch_dim=other.batch_dim,
-        inputs=case.inputs,
+        inputs=case.plan_inputs,
         library=case.library,
         progress=False,
     )
@@ -101,7 +101,7 @@ def sync_to_other_mesh(trial: Trial) -> Iterator[str]:
 
 
 def _count_missing_bytes(source: Layout | None, target: Layout | None, values: Any) -> int:
-    """Return how many bytes of their shards in `target` the devices lack in `source`, all together."""
+    """Return how many bytes all devices must receive if an array changes from layout `source` to `target`."""
     if source is None or target is None:
         return 0
     num_missing = 0
@@ -113,12 +113,12 @@ def _count_missing_bytes(source: Layout | None, target: Layout | None, values: A
     return num_missing * values.itemsize
 
 
-def load_on_other_engine(trial: Trial) -> Iterator[str]:
+def load_checkpoint_on_other_engine(trial: Trial) -> Iterator[str]:
     """Save a trained Keras model, load it on a different engine, and compare values bit for bit.
 
     One case in eight runs, since loading needs a process.
     """
-    case, sharded = trial.case, trial.pair[1]
+    case, sharded = trial.case, trial.model_pair[1]
     if case.library != "keras":
         raise NotApplicable("only Keras models can be loaded on a different engine")
     engine = _OTHER_ENGINE[trial.adapter.engine_name]
@@ -159,9 +159,9 @@ def load_on_other_engine(trial: Trial) -> Iterator[str]:
             yield f"{path}: loaded on {engine} with different bits"
 
 
-def apply_to_existing_model(trial: Trial) -> Iterator[str]:
+def apply_map_to_existing_model(trial: Trial) -> Iterator[str]:
     """Apply the layout map to an unsharded model. Values must stay equal bit for bit, and layouts be as planned."""
-    model = trial.make_unsharded()
+    model = trial.create_unsharded_model()
     planned = {a.variable.path: a.layout for a in trial.plan.assignments}
     paths = {path for path in trial.adapter.variables(model) if not path.startswith("optimizer.")}
     if not paths <= planned.keys():
@@ -178,8 +178,8 @@ def apply_to_existing_model(trial: Trial) -> Iterator[str]:
             yield f"{path}: planned {planned[path]}, laid out in {variable.layout}"
 
 
-def _draw_other_map(trial: Trial) -> tuple[DrawnMap, Plan]:
-    """Return a new random layout map and its plan, which has no errors. Draw again if an engine refuses it."""
+def _draw_other_valid_map(trial: Trial) -> tuple[DrawnLayoutMap, Plan]:
+    """Return a random layout map and its plan without errors. Raise `NotApplicable` if no draw has one."""
     choices = trial.choices
     shapes = {a.variable.path: a.variable.shape for a in trial.rule_assignments if a.variable.shape}
     for _ in range(_MAX_DRAWS):
@@ -190,5 +190,5 @@ def _draw_other_map(trial: Trial) -> tuple[DrawnMap, Plan]:
     raise NotApplicable(f"plans with {_MAX_DRAWS} other random layout maps all have errors")
 
 
-def _make_layout_map(drawn_map: DrawnMap) -> LayoutMap:
+def _make_layout_map(drawn_map: DrawnLayoutMap) -> LayoutMap:
     return LayoutMap(drawn_map.mesh, dict(drawn_map.rules), uneven=drawn_map.uneven, rest="replicated")

@@ -11,9 +11,9 @@ from layoutmap.scope.scope import build
 from layoutmap.testing.laws.trial import Trial
 
 
-def compare_with_plan(trial: Trial) -> Iterator[str]:
+def compare_inspected_model_with_plan(trial: Trial) -> Iterator[str]:
     """Compare the variables, layouts, rules, and problems that `inspect` finds in a built model with its plan."""
-    inspected = inspect(trial.pair[1])
+    inspected = inspect(trial.model_pair[1])
     planned = {a.variable.path: a for a in trial.plan.assignments}
     for a in inspected.assignments:
         path, expected = a.variable.path, planned.pop(a.variable.path, None)
@@ -34,12 +34,14 @@ def compare_with_plan(trial: Trial) -> Iterator[str]:
     )
 
 
-def rebuild_from_rules(trial: Trial) -> Iterator[str]:
+def compare_model_rebuilt_from_rules(trial: Trial) -> Iterator[str]:
     """Build the model again with the rules of `LayoutMap.from_model`, and compare the layouts of both models."""
-    layout_map = LayoutMap.from_model(trial.pair[1])
+    layout_map = LayoutMap.from_model(trial.model_pair[1])
     case = trial.case
-    rebuilt = build(case.make_model, layout_map, inputs=case.inputs, library=case.library, progress=False)
-    expected = {a.variable.path: a.layout for a in inspect(trial.pair[1]).assignments}
+    rebuilt = build(
+        case.make_model, layout_map, inputs=case.plan_inputs, library=case.library, progress=False
+    )
+    expected = {a.variable.path: a.layout for a in inspect(trial.model_pair[1]).assignments}
     if len(layout_map) > len(expected):
         yield f"{len(layout_map)} rules for {len(expected)} variables"
     for a in inspect(rebuilt).assignments:

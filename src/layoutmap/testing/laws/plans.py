@@ -39,12 +39,14 @@ def compare_repeated_plans(trial: Trial) -> Iterator[str]:
         yield f"fingerprints {trial.plan.fingerprint}, {', '.join(later)}"
 
 
-def compare_built_model(trial: Trial) -> Iterator[str]:
+def compare_built_model_with_plan(trial: Trial) -> Iterator[str]:
     """Compare paths, layouts, and bytes on each device with the plan, also after training steps."""
     engine = get_engine(trial.adapter.engine_name)
     planned = {a.variable.path: a for a in trial.plan.assignments}
-    stored = {each.variable.path: each.array for each in trial.adapter.list_stored_variables(trial.pair[1])}
-    for path, variable in trial.adapter.variables(trial.pair[1]).items():
+    stored = {
+        each.variable.path: each.array for each in trial.adapter.list_stored_variables(trial.model_pair[1])
+    }
+    for path, variable in trial.adapter.variables(trial.model_pair[1]).items():
         if path not in planned:
             if not path.startswith("optimizer."):  # a plan cannot predict all slots of an optimizer
                 yield f"{path}: built, and not planned"
@@ -58,8 +60,8 @@ def compare_built_model(trial: Trial) -> Iterator[str]:
                 yield f"{path}: planned {expected.shard_bytes} bytes on each device, built {sorted(sizes)}"
 
 
-def compare_with_rules(trial: Trial) -> Iterator[str]:
-    """Compare each layout with the first rule that matches from the start of one of the variable's paths."""
+def compare_layouts_with_rules(trial: Trial) -> Iterator[str]:
+    """Compare each variable's layout with the first rule that matches the start of one of the variable's paths."""
     drawn_map = trial.case.map
     for a in trial.rule_assignments:
         paths = (a.variable.path, *a.variable.aliases)
@@ -67,20 +69,20 @@ def compare_with_rules(trial: Trial) -> Iterator[str]:
             (specs for pattern, specs in drawn_map.rules if any(re.match(pattern, p) for p in paths)), ()
         )
         dims = [() if spec is None else (spec,) if isinstance(spec, str) else spec for spec in specs]
-        yield from _compare_dims(trial, a, dims, drawn_map.uneven)
+        yield from _compare_with_rule_dims(trial, a, dims, drawn_map.uneven)
 
 
-def compare_shrunk_axis(trial: Trial) -> Iterator[str]:
+def check_uneven_axis_shrinks(trial: Trial) -> Iterator[str]:
     """Plan an axis over all mesh dims. It must be sharded over the dims that split it into the most equal shards."""
-    variable = _pick_variable(trial)
+    variable = _pick_variable_with_axes(trial)
     axis, mesh = trial.choices.pick(*range(len(variable.shape))), trial.case.map.mesh
     dims = [trial.plan.mesh.dim_names if position == axis else () for position in range(len(variable.shape))]
     rules = {f"{re.escape(variable.path)}$": dims}
     plan = trial.case.plan(LayoutMap(mesh, rules, uneven="shrink", rest="replicated"))
-    yield from _compare_dims(trial, plan[variable.path], dims, "shrink")
+    yield from _compare_with_rule_dims(trial, plan[variable.path], dims, "shrink")
 
 
-def _pick_variable(trial: Trial) -> VariableSpec:
+def _pick_variable_with_axes(trial: Trial) -> VariableSpec:
     """Return a random variable with at least one axis."""
     candidates = [a.variable for a in trial.rule_assignments if a.variable.shape]
     if not candidates:
@@ -88,10 +90,10 @@ def _pick_variable(trial: Trial) -> VariableSpec:
     return trial.choices.pick(*candidates)
 
 
-def _compare_dims(
+def _compare_with_rule_dims(
     trial: Trial, assignment: Assignment, rule_dims: Sequence[Dims], uneven: UnevenSetting
 ) -> Iterator[str]:
-    """Yield a text if a variable's layout or padding differs from that which follows from its rule's dims.
+    """Yield a text if a variable's layout or padding is not the one that its rule's dims and `uneven` require.
 
     An uneven axis is padded, replicated, or sharded over fewer dims, as `uneven` says. An engine without
     support for several dims along one axis uses the largest of them.
@@ -100,7 +102,7 @@ def _compare_dims(
     shape = assignment.variable.shape
     expected = list(rule_dims) or [()] * len(shape)
     requested = Layout(expected, trial.plan.mesh)
-    why_not = trial.adapter.explain_no_padding(assignment.variable, requested)
+    why_not = trial.adapter.explain_why_padding_is_impossible(assignment.variable, requested)
     policy = choose_uneven_policy(uneven, can_pad=not why_not)
     if assignment.is_padded != (policy == "pad" and bool(requested.find_uneven_axes(shape))):
         yield f"{assignment.variable.path}: padded is {assignment.is_padded}, by {uneven} and {why_not!r}"
@@ -122,7 +124,7 @@ def _drop_unit_dims(dims: Dims, sizes: Mapping[str, int]) -> Dims:
     return tuple(dim for dim in dims if sizes[dim] > 1)
 
 
-def compare_memory(trial: Trial) -> Iterator[str]:
+def compare_planned_memory_with_shards(trial: Trial) -> Iterator[str]:
     """Compare the planned memory of a device with the sum of its shards of weights, gradients, slots, and states."""
     sizes = {dim.name: dim.size for dim in trial.plan.mesh.mesh_dims}
     total = slots = 0
@@ -136,8 +138,8 @@ def compare_memory(trial: Trial) -> Iterator[str]:
         yield f"{total} bytes by hand, {slots} of slots, and in the plan {trial.plan.memory!r}"
 
 
-def compare_slots(trial: Trial) -> Iterator[str]:
-    """Compare the dims of a slot's axes with the dims of the weight's axes of the same sizes, if these are unique.
+def compare_slots_with_weights(trial: Trial) -> Iterator[str]:
+    """Check that an axis of a slot is sharded like the axis of its weight with the same size, if only one has it.
 
     Half of the cases use Adafactor, which creates slots with fewer axes than their weights.
     """
@@ -158,7 +160,7 @@ def compare_slots(trial: Trial) -> Iterator[str]:
                     yield f"{slot.variable.path}: {slot.layout}, and axis {axis} of its weight is over {dims}"
 
 
-def check_misspelled_rule(trial: Trial) -> Iterator[str]:
+def check_misspelled_rule_is_reported(trial: Trial) -> Iterator[str]:
     """Change a letter of a rule so that it matches nothing, and check that a problem of the plan names the rule."""
     rules = dict(trial.case.map.rules)
     if not rules:
@@ -169,7 +171,7 @@ def check_misspelled_rule(trial: Trial) -> Iterator[str]:
         raise NotApplicable("the rule has no letter that can be misspelled")
     position = trial.choices.pick(*letters)
     misspelled = f"{right[:position]}{'q' if right[position] != 'q' else 'z'}{right[position + 1 :]}"
-    if any(re.match(misspelled, path) for path in _list_paths(trial)):
+    if any(re.match(misspelled, path) for path in _list_variable_paths(trial)):
         raise NotApplicable("the misspelled rule matches a path, too")
     changed = {misspelled if pattern == right else pattern: specs for pattern, specs in rules.items()}
     layout_map = LayoutMap(trial.case.map.mesh, changed, uneven=trial.case.map.uneven, rest="replicated")
@@ -177,14 +179,14 @@ def check_misspelled_rule(trial: Trial) -> Iterator[str]:
         yield f"{misspelled} matches nothing, and no problem of the plan names it"
 
 
-def _list_paths(trial: Trial) -> list[str]:
+def _list_variable_paths(trial: Trial) -> list[str]:
     return [path for a in trial.plan.assignments for path in (a.variable.path, *a.variable.aliases)]
 
 
-def check_last_name_rule(trial: Trial) -> Iterator[str]:
+def check_last_name_rule_is_unused(trial: Trial) -> Iterator[str]:
     """Plan with a rule for only the last name of a path, and check that the plan reports it as unused."""
     names = {a.variable.path.rpartition(".")[2] for a in trial.rule_assignments if a.variable.shape}
-    paths = _list_paths(trial)
+    paths = _list_variable_paths(trial)
     unmatched = sorted(name for name in names if not any(path.startswith(name) for path in paths))
     if not unmatched:
         raise NotApplicable("a path starts with each name that could be tried")
@@ -194,9 +196,9 @@ def check_last_name_rule(trial: Trial) -> Iterator[str]:
         yield f"{pattern} is at the start of no path, and the plan does not say that it is unused"
 
 
-def check_impossible_rule(trial: Trial) -> Iterator[str]:
+def check_impossible_rule_is_refused(trial: Trial) -> Iterator[str]:
     """Use a rule that no layout satisfies. The map must raise, or its plan must have an error and `build` raise."""
-    chosen = _pick_variable(trial)
+    chosen = _pick_variable_with_axes(trial)
     case, pattern = trial.case, re.escape(chosen.path) + "$"
     assert case.layout_map.mesh is not None
     specs = _draw_impossible_specs(trial.choices, case.layout_map.mesh, chosen.shape)
@@ -210,7 +212,7 @@ def check_impossible_rule(trial: Trial) -> Iterator[str]:
     if chosen.path not in {problem.subject for problem in plan.errors}:
         yield f"{specs} for {chosen.path} of shape {chosen.shape}: the plan has no error that names it"
     try:
-        build(case.make_model, layout_map, inputs=case.inputs, library=case.library, progress=False)
+        build(case.make_model, layout_map, inputs=case.plan_inputs, library=case.library, progress=False)
     except LayoutMapError:
         return
     yield f"{specs} for {chosen.path} of shape {chosen.shape}: it was built"
@@ -236,10 +238,10 @@ def _draw_impossible_specs(choices: Choices, mesh: Mesh, shape: tuple[int, ...])
     return choices.pick(*options)()
 
 
-def check_suggested_rules(trial: Trial) -> Iterator[str]:
+def find_problems_of_suggested_rules(trial: Trial) -> Iterator[str]:
     """Plan the model with the suggested rules, and yield each problem of the plan and each finding of lint."""
     case = trial.case
-    layout_map = suggest(case.make_model, case.map.mesh, inputs=case.inputs, library=case.library)
+    layout_map = suggest(case.make_model, case.map.mesh, inputs=case.plan_inputs, library=case.library)
     reread_map = LayoutMap.from_yaml(layout_map.to_yaml())
     if reread_map != layout_map:
         yield f"the rules {layout_map} were read back as {reread_map}"
@@ -250,7 +252,7 @@ def check_suggested_rules(trial: Trial) -> Iterator[str]:
     yield from (str(problem) for problem in problems if problem.kind not in ("unused dim", "no activations"))
 
 
-def compare_exit_code(trial: Trial) -> Iterator[str]:
+def compare_exit_code_with_verdict(trial: Trial) -> Iterator[str]:
     """Plan on the command line with a memory limit. All outputs and the exit code must say whether the plan fits.
 
     A quarter of the cases run, since the command needs a process.
@@ -269,13 +271,13 @@ def compare_exit_code(trial: Trial) -> Iterator[str]:
         if case.model.plan_inputs:
             arrays = map(np.asarray, flatten_arrays(case.batch[0]))
             arguments += ["--inputs", *(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in arrays)]
-        command = _run_command(folder, arguments)
+        command = _run_layoutmap(folder, arguments)
         if command.returncode != (0 if expected.passes else 1):
             yield f"exit code {command.returncode}, and the verdict is {expected.headline!r}: {command.stderr}"
             return
         low_limit = limit // 4 * 2
         low_verdict = trial.plan.set_limits(device_memory=low_limit).verdict
-        second = _run_command(folder, ["plan", str(plan_file), "--device-memory", _format_kib(low_limit)])
+        second = _run_layoutmap(folder, ["plan", str(plan_file), "--device-memory", _format_kib(low_limit)])
         if second.returncode != (0 if low_verdict.passes else 1):
             yield f"exit code {second.returncode} of the plan's file: {low_verdict.headline!r}"
         reports = {
@@ -292,7 +294,7 @@ def _format_kib(num_bytes: int) -> str:
     return f"{num_bytes / 1024:.9f}KiB"
 
 
-def _run_command(folder: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_layoutmap(folder: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run the command line in a folder, in one process without a launcher."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "TF_CONFIG")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}

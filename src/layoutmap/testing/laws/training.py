@@ -15,24 +15,24 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines import get_engine
 from layoutmap.inspecting.inspect import inspect
-from layoutmap.inspecting.parity import compare_logs, compare_models, compare_variables
+from layoutmap.inspecting.parity import compare_logged_numbers, compare_models, compare_variables
 from layoutmap.scope.scope import plan
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotApplicable, Trial, flatten_arrays
 from layoutmap.testing.models.cases import QUANTIZED
-from layoutmap.testing.models.jax.model import Model as JaxModel
+from layoutmap.testing.models.jax.model import JaxModel
 from layoutmap.testing.models.torch.model import Model as TorchModel
 from layoutmap.testing.products import allow_tf32
 
 
 def compare_initial_values(trial: Trial) -> Iterator[str]:
     """Compare all initial values with those of the unsharded model, bit for bit."""
-    for row in compare_variables(trial.adapter, "weights", *trial.pair, tolerance=0.0):
+    for row in compare_variables(trial.adapter, "weights", *trial.model_pair, tolerance=0.0):
         if not row.agrees:
             yield str(row)
 
 
-def compare_predictions(trial: Trial) -> Iterator[str]:
-    """Compare `predict` and `evaluate` of Keras with one device, with fewer rows in the last batch.
+def compare_keras_predictions(trial: Trial) -> Iterator[str]:
+    """Compare `predict` and `evaluate` of Keras with the unsharded model. The last batch has fewer rows.
 
     One case in three runs. On TensorFlow, also compare eager calls.
     """
@@ -44,20 +44,20 @@ def compare_predictions(trial: Trial) -> Iterator[str]:
         raise NotApplicable("only one case in three tries this law")
     batch, size = trial.case.batch, trial.case.rows * 2 // 3
     results: list[dict[str, Any]] = []
-    for model in trial.pair:
+    for model in trial.model_pair:
         outputs = flatten_arrays(model.predict(batch[0], batch_size=size, verbose=0))
         logs = model.evaluate(*batch, batch_size=size, verbose=0, return_dict=True)
         # Compare only the total loss, because for several outputs Keras on TensorFlow averages each output's loss over
         # batches.
         results.append({f"output {n}": output for n, output in enumerate(outputs)} | {"loss": logs["loss"]})
-    rows = compare_logs("forward", results[0], results[1], TOLERANCE)
-    yield from map(str, trial.exclude_rounding(list(rows)))
+    rows = compare_logged_numbers("forward", results[0], results[1], TOLERANCE)
+    yield from map(str, trial.exclude_rounding_differences(list(rows)))
     if trial.adapter.engine_name == "tensorflow":
         yield from _compare_eager_calls(trial)
 
 
 def _compare_eager_calls(trial: Trial) -> Iterator[str]:
-    """Compare eager calls of Keras on TensorFlow with one device, for inputs on and outside of the mesh.
+    """Compare eager calls of Keras on TensorFlow with calls on one device, for inputs on and outside of the mesh.
 
     The inputs are unsharded, replicated, and sharded along the batch. DTensor refuses some layouts with an error, which
     counts as no difference.
@@ -78,22 +78,24 @@ def _compare_eager_calls(trial: Trial) -> Iterator[str]:
         outputs = tree.flatten(model(tree.map_structure(convert, trial.case.batch[0])))
         return {f"output {n}": engine.to_numpy(output) for n, output in enumerate(outputs)}
 
-    expected = compute_outputs(trial.pair[0], np.asarray)
+    expected = compute_outputs(trial.model_pair[0], np.asarray)
     for convert in (np.asarray, replicate, shard):
         with suppress(EngineError):
-            rows = compare_logs("forward", expected, compute_outputs(trial.pair[1], convert), TOLERANCE)
-            yield from map(str, trial.exclude_rounding(list(rows)))
+            rows = compare_logged_numbers(
+                "forward", expected, compute_outputs(trial.model_pair[1], convert), TOLERANCE
+            )
+            yield from map(str, trial.exclude_rounding_differences(list(rows)))
 
 
 def compare_training(trial: Trial) -> Iterator[str]:
-    """Compare outputs, gradients, three steps, and a step with fewer rows with one device, except for rounding."""
-    wrong = trial.exclude_rounding(trial.comparisons)
-    if wrong and not trial.is_finite:
+    """Compare outputs, gradients, and steps with those of one device, up to rounding. One step has fewer rows."""
+    wrong = trial.exclude_rounding_differences(trial.pair_comparisons)
+    if wrong and not trial.is_unsharded_model_finite:
         raise NotApplicable("some outputs, losses, or gradients of the unsharded model are not finite")
     yield from map(str, wrong)
 
 
-def compare_own_rows(trial: Trial) -> Iterator[str]:
+def compare_training_with_own_rows(trial: Trial) -> Iterator[str]:
     """Compare torch training in which each process passes its own rows with training on one device.
 
     A model that returns no loss is wrapped in one that does, and its rules are changed for the new paths.
@@ -115,7 +117,7 @@ def compare_own_rows(trial: Trial) -> Iterator[str]:
     yield from compare_training(Trial(replace(case, model=model, map=drawn_map), has_own_rows=True))
 
 
-def compare_without_compiler(trial: Trial) -> Iterator[str]:
+def compare_training_without_compiler(trial: Trial) -> Iterator[str]:
     """Compare outputs, gradients, and a step of JAX without its compiler with the results of one device.
 
     One case in eight runs, since these take ten times as long.
@@ -126,18 +128,18 @@ def compare_without_compiler(trial: Trial) -> Iterator[str]:
         raise NotApplicable("JAX requires the compiler in several processes")
     if not trial.choices.is_one_in(8):
         raise NotApplicable("only one case in eight tries this law")
-    pair = trial.make_pair()
+    pair = trial.make_model_pair()
     with importlib.import_module("jax").disable_jit():
         report = compare_models(trial.adapter, *pair, trial.case.batch, steps=1, tolerance=TOLERANCE)
-        yield from map(str, trial.exclude_rounding(report.rows))
+        yield from map(str, trial.exclude_rounding_differences(report.rows))
 
 
-def compare_precision(precision: str, trial: Trial) -> Iterator[str]:
-    """Compare initial values and training in `precision` with one device, and allow for rounding.
+def compare_training_in_precision(precision: str, trial: Trial) -> Iterator[str]:
+    """Compare initial values and training in `precision` with those on one device, up to rounding.
 
     Each case is tried in one precision, seldom in a quantized one, because that takes longest (decisions/0008).
     """
-    weights = {name: 1 if name in QUANTIZED else 3 for name in ("TF32", *trial.case.model.precisions)}
+    weights = {name: 1 if name in QUANTIZED else 3 for name in ("TF32", *trial.case.model.precision_lines)}
     if precision != trial.choices.pick_weighted(weights):
         raise NotApplicable("this case is tried in a different precision")
     other = Trial(trial.case.to_precision(precision))
@@ -154,13 +156,15 @@ def compare_precision(precision: str, trial: Trial) -> Iterator[str]:
         except NotApplicable:
             raise
         except Exception:
-            if _has_failed(lambda: other.adapter.train_step(other.make_unsharded(), other.case.batch)):
+            if _is_call_failing(
+                lambda: other.adapter.train_step(other.create_unsharded_model(), other.case.batch)
+            ):
                 raise NotApplicable("the unsharded model cannot train in this precision") from None
             raise
 
 
-def compare_explicit_axes(trial: Trial) -> Iterator[str]:
-    """Compare initial values and two steps with one device if some or all mesh axes of JAX are explicit.
+def compare_training_with_explicit_axes(trial: Trial) -> Iterator[str]:
+    """Compare initial values and two steps with those on one device, with some or all mesh axes explicit in JAX.
 
     Two equal steps must be compiled once. If JAX refuses a step that lacks `out_sharding`, the plan must report it.
     """
@@ -174,16 +178,15 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
     dims = Mesh(None, case.map.mesh).dim_names
     rows = [dim for dim in dims if dim == case.map.batch_dim]
     explicit = choices.pick(dims, rows, [dim for dim in dims if dim not in rows]) or dims
-    uneven = (
-        case.map.uneven if isinstance(case.map.uneven, str) else "shrink"
-    )  # shrink instead of padding, because explicit axes cannot be padded
+    # Explicit axes cannot be padded, so shrink uneven axes instead.
+    uneven = case.map.uneven if isinstance(case.map.uneven, str) else "shrink"
     drawn_map = replace(case.map, explicit_dims=tuple(explicit), uneven=uneven)
     lines = "" if choices.is_one_in(4) else case.model.auto_axes_lines
     other = Trial(replace(case.to_sgd(), map=drawn_map, last_lines=lines))
     yield from compare_initial_values(other)
-    unsharded, sharded = other.pair
+    unsharded, sharded = other.model_pair
     try:
-        logs = [[other.adapter.train_step(model, case.batch) for _ in range(2)] for model in other.pair]
+        logs = [[other.adapter.train_step(model, case.batch) for _ in range(2)] for model in other.model_pair]
     except Exception as error:
         explicit_axes = importlib.import_module("layoutmap.cost.jax.explicit_axes")
         if not explicit_axes.is_sharding_refusal(error):
@@ -202,7 +205,7 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
         if "out_sharding" not in {problem.kind for problem in planned.problems}:
             yield f"JAX refuses the step, and the plan does not report it: {error}"
         return
-    rows = [*compare_logs("step", logs[0][-1], logs[1][-1], TOLERANCE)]
+    rows = [*compare_logged_numbers("step", logs[0][-1], logs[1][-1], TOLERANCE)]
     rows += compare_variables(other.adapter, "weights", unsharded, sharded, tolerance=TOLERANCE)
     if not all(row.agrees for row in rows):
         yield from compare_training(other)
@@ -210,62 +213,62 @@ def compare_explicit_axes(trial: Trial) -> Iterator[str]:
         yield f"two equal steps were compiled {sharded.steps.num_step_programs} times"
 
 
-def compare_replicas(trial: Trial) -> Iterator[str]:
+def compare_bits_of_replicas(trial: Trial) -> Iterator[str]:
     """Compare all replicas of each shard bit for bit, also those in other processes and after steps."""
-    problems = inspect(trial.pair[1], across=True).problems
+    problems = inspect(trial.model_pair[1], across=True).problems
     yield from (str(problem) for problem in problems if problem.kind in ("differs", "drifted"))
 
 
-def run_failing_step(trial: Trial) -> Iterator[str]:
+def check_failing_step_changes_nothing(trial: Trial) -> Iterator[str]:
     """Run a step with inputs of a wrong rank. It must raise as on one device, and change no variable."""
-    unsharded, sharded = trial.pair
+    unsharded, sharded = trial.model_pair
     train_step, read = trial.adapter.train_step, trial.adapter.read
-    batch, wrong_batch = trial.case.batch, _add_axes(trial.case.batch)
+    batch, wrong_batch = trial.case.batch, _add_axes_to_inputs(trial.case.batch)
     initial = list(map(read, trial.adapter.variables(unsharded).values()))
     # On TensorFlow, a traced step may raise only because the input shape is new, so `gradients` must raise, too.
     for compute in (train_step, trial.adapter.gradients):
-        if not _has_failed(lambda compute=compute: compute(unsharded, wrong_batch)):
+        if not _is_call_failing(lambda compute=compute: compute(unsharded, wrong_batch)):
             raise NotApplicable("the unsharded model accepts inputs of a wrong rank")
-    if not all(map(_is_equal, initial, map(read, trial.adapter.variables(unsharded).values()))):
+    if not all(map(_are_equal_arrays, initial, map(read, trial.adapter.variables(unsharded).values()))):
         raise NotApplicable("the unsharded model changes its state before it raises")
     # After `fit` on JAX, Keras stores weights and averages in one buffer. The next step donates it twice, and fails.
-    if _has_failed(lambda: train_step(unsharded, batch)):
+    if _is_call_failing(lambda: train_step(unsharded, batch)):
         raise NotApplicable("the unsharded model cannot train after an error")
     train_step(sharded, batch)
     before = {path: read(variable) for path, variable in trial.adapter.variables(sharded).items()}
-    if not _has_failed(lambda: train_step(sharded, wrong_batch)):
+    if not _is_call_failing(lambda: train_step(sharded, wrong_batch)):
         yield "a step that raises on one device did not raise in layouts"
     for path, variable in trial.adapter.variables(sharded).items():
-        if path in before and not _is_equal(before[path], read(variable)):
+        if path in before and not _are_equal_arrays(before[path], read(variable)):
             yield f"{path}: has a different value after a step that failed"
-    expected, logs = (train_step(model, batch) for model in trial.pair)
+    expected, logs = (train_step(model, batch) for model in trial.model_pair)
     # Some models diverge on any number of devices, so check the sharded model only if the unsharded one is stable.
     is_stable = all(np.all(np.abs(metric) < DIVERGES) for metric in expected.values())
     if is_stable and not all(np.isfinite(metric).all() for metric in logs.values()):
         yield f"the next step is not finite: {logs}"
 
 
-def run_failing_evaluation(trial: Trial) -> Iterator[str]:
+def check_failing_evaluation_changes_nothing(trial: Trial) -> Iterator[str]:
     """Run `evaluate` with a second batch of a wrong rank. It must change no weight, and a next step must work.
 
     Keras on JAX takes all variables into the steps, and restores them only if no step fails.
     """
     if trial.case.library != "keras":
         raise NotApplicable("only Keras models have evaluate")
-    model, batch = trial.pair[1], trial.case.batch
+    model, batch = trial.model_pair[1], trial.case.batch
     trained = {a.variable.path for a in trial.plan.assignments if a.variable.is_trained}
     weights = {path: v for path, v in trial.adapter.variables(model).items() if path in trained}
     before = {path: trial.adapter.read(weight) for path, weight in weights.items()}
-    batches = (each for each in (batch, _add_axes(batch)))
-    if not _has_failed(lambda: model.evaluate(batches, steps=2, verbose=0)):
+    batches = (each for each in (batch, _add_axes_to_inputs(batch)))
+    if not _is_call_failing(lambda: model.evaluate(batches, steps=2, verbose=0)):
         raise NotApplicable("the sharded model accepts inputs of a wrong rank")
     for path, weight in weights.items():
-        if not _is_equal(before[path], trial.adapter.read(weight)):
+        if not _are_equal_arrays(before[path], trial.adapter.read(weight)):
             yield f"{path}: has a different value after an evaluation that failed"
     trial.adapter.train_step(model, batch)
 
 
-def _add_axes(batch: Any) -> object:
+def _add_axes_to_inputs(batch: Any) -> object:
     """Return the batch with two more axes in all inputs."""
     inputs, targets = batch
     arrays = inputs if isinstance(inputs, list | tuple) else [inputs]
@@ -273,12 +276,12 @@ def _add_axes(batch: Any) -> object:
     return (type(inputs)(wrong) if isinstance(inputs, list | tuple) else wrong[0]), targets
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _are_equal_arrays(one: Any, other: Any) -> bool:
     return np.array_equal(one, other, equal_nan=True)
 
 
-def _has_failed(compute: Callable[[], object]) -> bool:
-    """Return whether a call raises an exception."""
+def _is_call_failing(compute: Callable[[], object]) -> bool:
+    """Call a function, and return whether it raises an exception."""
     try:
         compute()
     except Exception:

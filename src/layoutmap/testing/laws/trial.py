@@ -20,12 +20,12 @@ from layoutmap.engines import get_engine
 from layoutmap.inspecting.parity import (
     ROUNDINGS,
     ParityRow,
-    collect_rounding_errors,
-    compare_logs,
+    collect_differences_by_position,
+    compare_logged_numbers,
     compare_models,
     compare_variables,
     make_unsharded_model,
-    scale_rows_to_rounding,
+    rescale_errors_by_rounding,
 )
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.process_group import MeshProcesses
@@ -50,7 +50,7 @@ class NotApplicable(Exception):
 
 
 class Trial:
-    """A case with the models that were created from it.
+    """A case under test, with the plan, the models, and the comparisons that its laws share.
 
     Args:
         case: The case.
@@ -76,28 +76,28 @@ class Trial:
         return MeshProcesses(get_engine(self.adapter.engine_name), self.case.layout_map.mesh)
 
     @contextmanager
-    def open_shared_folder(self) -> Generator[str]:
+    def create_shared_folder(self) -> Generator[str]:
         """Create a temporary folder in the first process, and yield its path in all processes."""
         with tempfile.TemporaryDirectory() as folder:
-            yield self.processes.run_in_first(lambda: [folder])[0]
+            yield self.processes.run_in_first_process(lambda: [folder])[0]
 
     @property
     def choices(self) -> Choices:
         """A new random generator of choices. Each law gets the same random numbers."""
-        return Choices.from_seed(zlib.crc32(self.case.source.encode()))
+        return Choices.from_seed(zlib.crc32(self.case.program_lines.encode()))
 
     @property
     def rule_assignments(self) -> list[Assignment]:
-        """The assignments that follow from rules, and not from the layout of another variable."""
+        """The assignments of weights and states that follow from rules, and not from a parent's layout."""
         kinds = (Kind.WEIGHT, Kind.STATE)
         return [a for a in self.plan.assignments if a.variable.kind in kinds and a.variable.parent is None]
 
     @cached_property
-    def pair(self) -> tuple[Any, Any]:
+    def model_pair(self) -> tuple[Any, Any]:
         """The unsharded and the sharded model that all laws of the case share."""
-        return self.make_pair()
+        return self.make_model_pair()
 
-    def make_pair(self) -> tuple[Any, Any]:
+    def make_model_pair(self) -> tuple[Any, Any]:
         """Return a new unsharded and a new sharded model, with all variables that training creates."""
         case = self.case
         self.adapter.set_seed(_SEED)
@@ -110,9 +110,9 @@ class Trial:
             **self._options,
         )
         self.adapter.create_lazy_variables(sharded, case.batch)
-        return self.make_unsharded(), sharded
+        return self.create_unsharded_model(), sharded
 
-    def make_unsharded(self) -> Any:
+    def create_unsharded_model(self) -> Any:
         """Return a new unsharded model, with all variables that training creates."""
         self.adapter.set_seed(_SEED)
         model = make_unsharded_model(self.adapter, self.case.make_model, self.case.layout_map)
@@ -120,14 +120,14 @@ class Trial:
         return model
 
     @cached_property
-    def comparisons(self) -> Sequence[ParityRow]:
-        """Comparisons of the pair: outputs, gradients, three steps, and a step with fewer rows."""
-        return tuple(self._compare_pair(*self.pair, is_pair=True))
+    def pair_comparisons(self) -> Sequence[ParityRow]:
+        """The comparisons of the model pair: outputs, gradients, three steps, and a step with fewer rows."""
+        return tuple(self._compare_two_models(*self.model_pair, is_shared_pair=True))
 
     @cached_property
-    def is_finite(self) -> bool:
+    def is_unsharded_model_finite(self) -> bool:
         """Whether all outputs, losses, and gradients of the unsharded model are finite."""
-        model = self.make_unsharded()
+        model = self.create_unsharded_model()
         outputs = flatten_arrays(self.adapter.forward(model, self.case.batch))
         logs, gradients = self.adapter.gradients(model, self.case.batch)
         steps = [self.adapter.train_step(model, self.case.batch) for _ in range(3)]
@@ -135,7 +135,7 @@ class Trial:
         numbers = [*outputs, *gradients.values(), *metrics]
         return all(np.isfinite(number).all() for number in numbers if number is not None)
 
-    def exclude_rounding(self, rows: Sequence[ParityRow]) -> list[ParityRow]:
+    def exclude_rounding_differences(self, rows: Sequence[ParityRow]) -> list[ParityRow]:
         """Return the comparisons that differ by more than rounding.
 
         Rounding is estimated from pairs of unsharded models that differ only by rounding.
@@ -144,22 +144,24 @@ class Trial:
         allowed = ROUNDINGS if self.case.precision == "float32" else _COARSE_TOLERANCE
         rounding: dict[tuple[str, int], float] = {}
         wrong = [row for row in rows if not row.agrees]
-        for compare in (self._compare_float32, self._compare_perturbed_model, self._compare_equal_models):
+        for compare in (self._compare_in_float32, self._compare_perturbed_model, self._compare_equal_models):
             if not wrong:
                 break
             unsharded_rows = tuple(compare())
-            for key, change in collect_rounding_errors(unsharded_rows).items():
+            for key, change in collect_differences_by_position(unsharded_rows).items():
                 rounding[key] = max(rounding.get(key, 0.0), change)
-            for row in scale_rows_to_rounding(unsharded_rows, rounding, allowed):
+            for row in rescale_errors_by_rounding(unsharded_rows, rounding, allowed):
                 worst[row.stage] = max(worst.get(row.stage, 0.0), row.error)
             wrong = [
                 row
-                for row in scale_rows_to_rounding(rows, rounding, allowed)
+                for row in rescale_errors_by_rounding(rows, rounding, allowed)
                 if not row.agrees and not row.error <= allowed * worst[row.stage]
             ]
         cancellation = dict.fromkeys(worst, 0.0)
         for row in (
-            scale_rows_to_rounding(tuple(self._compare_other_rounding()), rounding, allowed) if wrong else ()
+            rescale_errors_by_rounding(tuple(self._compare_with_other_rounding()), rounding, allowed)
+            if wrong
+            else ()
         ):
             if row.error < _MAX_CANCELLATION:
                 cancellation[row.stage] = max(cancellation.get(row.stage, 0.0), row.error)
@@ -167,33 +169,32 @@ class Trial:
 
     def _compare_equal_models(self) -> Iterator[ParityRow]:
         """Compare two equal unsharded models, because some devices sum in a random order."""
-        return self._compare_pair(self.make_unsharded(), self.make_unsharded())
+        return self._compare_two_models(self.create_unsharded_model(), self.create_unsharded_model())
 
     def _compare_perturbed_model(self) -> Iterator[ParityRow]:
         """Compare an unsharded model with one in which each weight is changed by one rounding error."""
         signs, step, reference = (
             np.random.default_rng(0),
             EPSILONS[self.case.precision],
-            self.make_unsharded(),
+            self.create_unsharded_model(),
         )
         moved = self._copy_weights(
-            self.make_unsharded(), reference, lambda value: 1 + step * signs.choice([-1, 1], value.shape)
+            self.create_unsharded_model(),
+            reference,
+            lambda value: 1 + step * signs.choice([-1, 1], value.shape),
         )
-        return self._compare_pair(reference, moved)
+        return self._compare_two_models(reference, moved)
 
-    def _compare_float32(self) -> Iterator[ParityRow]:
+    def _compare_in_float32(self) -> Iterator[ParityRow]:
         """Compare an unsharded model with a float32 model of equal weights, because frameworks may sum in float32."""
-        if self.case.precision not in (
-            "float32",
-            *QUANTIZED,
-        ):  # not for quantized models, because their weights differ
-            reference = self.make_unsharded()
+        if self.case.precision not in ("float32", *QUANTIZED):  # quantized models have different weights
+            reference = self.create_unsharded_model()
             wide_trial = Trial(self.case.to_precision("float32"))
-            yield from self._compare_pair(
-                self._copy_weights(wide_trial.make_unsharded(), reference), reference
+            yield from self._compare_two_models(
+                self._copy_weights(wide_trial.create_unsharded_model(), reference), reference
             )
 
-    def _compare_other_rounding(self) -> Iterator[ParityRow]:
+    def _compare_with_other_rounding(self) -> Iterator[ParityRow]:
         """Compare an unsharded model with one that rounds differently, since sums may cancel in float32.
 
         JAX runs the other model without the compiler, which changes the order of operations. Float64 would affect all
@@ -201,16 +202,16 @@ class Trial:
         """
         if self.case.precision != "float32":
             return
-        reference, adapter = self.make_unsharded(), self.adapter
+        reference, adapter = self.create_unsharded_model(), self.adapter
         # If the other model cannot be created or trained, yield nothing, so that no difference is attributed to
         # rounding.
         with suppress(Exception):
             if adapter.engine_name == "jax":
-                other = self.make_unsharded()
+                other = self.create_unsharded_model()
                 adapter = cast("Adapter", _UncompiledAdapter(adapter, other))
             else:
                 wide_trial = Trial(replace(self.case, precision="float64"))
-                other = self._copy_weights(wide_trial.make_unsharded(), reference)
+                other = self._copy_weights(wide_trial.create_unsharded_model(), reference)
             yield from compare_models(
                 adapter, reference, other, self.case.batch, tolerance=TOLERANCE, left_out=self._excluded
             ).rows
@@ -218,11 +219,11 @@ class Trial:
     def _copy_weights(
         self, model: object, source: object, factor: Callable[[Any], object] = lambda _: 1
     ) -> object:
-        """Copy the weights of `source`, multiplied by `factor`, to `model`, and return `model`. Both are unsharded."""
+        """Copy each weight of `source`, times `factor(weight)`, to the unsharded `model`, and return `model`."""
         trained = {a.variable.path: a.variable.is_trained for a in self.plan.assignments}
         # Unsharded Keras models may number unnamed layers differently, so match variables by order. The lists may have
         # different lengths, because JAX creates optimizer states as the last variables in the first step.
-        models = (self.adapter.variables(each) for each in (self.pair[1], source, model))
+        models = (self.adapter.variables(each) for each in (self.model_pair[1], source, model))
         paths, weights, variables = (list(each.items()) for each in models)
         for (path, _), (_, weight), (_, variable) in zip(paths, weights, variables, strict=False):
             if path in trained and not path.startswith("optimizer."):
@@ -231,37 +232,36 @@ class Trial:
                 self.adapter.write(variable, moved.astype(self.adapter.read(variable).dtype))
         return model
 
-    def _compare_pair(
-        self, reference: object, other: object, *, is_pair: bool = False
+    def _compare_two_models(
+        self, reference: object, other: object, *, is_shared_pair: bool = False
     ) -> Iterator[ParityRow]:
-        """Compare outputs, gradients, three steps, and a step with fewer rows of two models.
+        """Compare two models by their outputs, gradients, three steps, and a step with fewer rows.
 
         Elements whose gradients are only rounding errors are excluded. For two unsharded models, the elements that were
-        excluded for the pair are excluded, and no others.
+        excluded for the shared pair are excluded, and no others.
         """
         batch, adapter = self.case.batch, self.adapter
-        left_out = None if is_pair else self._excluded
+        left_out = None if is_shared_pair else self._excluded
         report = compare_models(adapter, reference, other, batch, tolerance=TOLERANCE, left_out=left_out)
-        if is_pair:
+        if is_shared_pair:
             self._excluded = report.only_rounding
         yield from (row for row in report.rows if row.stage != "weights")
-        if is_pair and any(row.stage != "weights" and not row.agrees for row in report.rows):
-            return  # for unsharded models, continue, because rounding is estimated for each stage
+        if is_shared_pair and any(row.stage != "weights" and not row.agrees for row in report.rows):
+            return  # only unsharded models go on, because rounding is estimated for each stage
         stage, fewer = "fewer rows", slice_rows(batch, self.case.rows * 2 // 3)
-        expected, actual = self._train_step(reference, fewer), self._train_step(other, fewer)
+        expected, actual = self._fit_fewer_rows(reference, fewer), self._fit_fewer_rows(other, fewer)
         # Some models diverge, because all have the same learning rate, so compare only finite numbers.
         if all(np.isfinite(number).all() for number in expected.values()):
-            yield from compare_logs(stage, expected, actual, TOLERANCE)
+            yield from compare_logged_numbers(stage, expected, actual, TOLERANCE)
             if all(np.all(np.abs(number) < DIVERGES) for number in expected.values()):
                 yield from compare_variables(
                     adapter, stage, reference, other, TOLERANCE, report.only_rounding
                 )
 
-    def _train_step(self, model: Any, fewer_rows: object) -> dict[str, float]:
+    def _fit_fewer_rows(self, model: Any, fewer_rows: object) -> dict[str, float]:
         """Train a step on fewer rows, and return its logs. Keras models run `fit` with a smaller last batch instead."""
-        if (
-            self.case.library != "keras" or self.processes.has_other_processes
-        ):  # in several processes, `fit` takes only the rows of its process
+        # In several processes, `fit` takes only the rows of its process, so train without it.
+        if self.case.library != "keras" or self.processes.has_other_processes:
             return self.adapter.train_step(model, fewer_rows)
         size = self.case.rows * 2 // 3
         history = model.fit(*self.case.batch, batch_size=size, shuffle=False, verbose=0).history
@@ -279,12 +279,12 @@ class _UncompiledAdapter:
         if name not in ("forward", "gradients", "train_step"):
             return method
 
-        def call_method(model: object, batch: object) -> object:
+        def call_method_uncompiled(model: object, batch: object) -> object:
             is_uncompiled = model is self._model
             with importlib.import_module("jax").disable_jit() if is_uncompiled else nullcontext():
                 return method(model, batch)
 
-        return call_method
+        return call_method_uncompiled
 
 
 class _OwnRowsAdapter:
@@ -305,15 +305,15 @@ class _OwnRowsAdapter:
         if name not in ("forward", "gradients", "train_step"):
             return method
 
-        def call_method(model: Any, batch: Any) -> object:
+        def call_method_with_own_rows(model: Any, batch: Any) -> object:
             num_rows = len(flatten_arrays(batch)[0]) // self._num_shards
             start = num_rows * self._shard_index
-            if self._adapter.find_context(model) is not None:
+            if self._adapter.find_scope_context(model) is not None:
                 return method(model, slice_rows(batch, start + num_rows, start))
             result = method(model, slice_rows(batch, num_rows * self._num_shards))
             return slice_rows(result, start + num_rows, start) if name == "forward" else result
 
-        return call_method
+        return call_method_with_own_rows
 
 
 def slice_rows(values: Any, stop: int, start: int = 0) -> Any:

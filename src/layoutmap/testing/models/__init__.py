@@ -1,6 +1,6 @@
 """Random models with random layout maps, drawn by a seed or by Hypothesis.
 
-Each seed always gives the same case in one release of this library. A failing case is printed as a program:
+Each seed always gives the same case in one release of layoutmap. A failing case is printed as a program:
 
 Example:
     >>> case = draw(3)

@@ -34,7 +34,7 @@ class ModelBuilder(ABC):
 
     @abstractmethod
     def add_input(self) -> str:
-        """Add an input. Token inputs get an embedding at once."""
+        """Add an input, and an embedding if the input has tokens."""
 
     @abstractmethod
     def add_output(self, value: str) -> None:
@@ -61,18 +61,18 @@ class ModelBuilder(ABC):
         """Add a layer, and call it twice."""
 
     @abstractmethod
-    def join_input(self, value: str, other: str) -> str:
-        """Return the combination of a value with a value that was computed from a different input."""
+    def combine_with_other_input(self, value: str, other: str) -> str:
+        """Combine a value with a value that was computed from a different input."""
 
     def build_model(self, max_parts: int) -> None:
         """Add an input, at least one and at most `max_parts` parts, and an output."""
         value = self.add_input()
         for _ in range(1 + self.choices.draw_below(max_parts)):
-            value = self.add_part(value)
+            value = self.add_random_part(value)
         self.add_output(value)
 
-    def create_variable_name(self, shape: Shape) -> str:
-        """Return the name of a new variable of the program, and record the shape of its value."""
+    def create_program_variable(self, shape: Shape) -> str:
+        """Return a new name for a variable of the program, and record the shape of the variable's value."""
         name = f"x{len(self.shapes)}"
         self.shapes[name] = shape
         return name
@@ -80,7 +80,7 @@ class ModelBuilder(ABC):
     def add_random_input(
         self, kind_frequencies: Mapping[str, int], spatial_sizes: Mapping[str, tuple[int, ...]]
     ) -> tuple[str, Shape, int | None]:
-        """Add an input. Return its variable, its shape with features, and its number of tokens, or None.
+        """Add an input. Return its variable, its shape with features, and its number of tokens (None for floats).
 
         `spatial_sizes` has the possible sizes of spatial axes, by kind of input.
         """
@@ -91,11 +91,11 @@ class ModelBuilder(ABC):
         )
         shape = (*spatial, choices.pick_weighted(WIDTHS))
         vocabulary = choices.pick(32, 64, 30) if kind == "tokens" else None
-        value = self.create_variable_name(spatial if vocabulary else shape)
+        value = self.create_program_variable(spatial if vocabulary else shape)
         self.inputs.append(ModelValue(value, self.shapes[value], vocabulary))
         return value, shape, vocabulary
 
-    def draw_layer_of_kind(
+    def draw_kind_and_layer(
         self, kind_frequencies: Mapping[str, int], draw_layer: Callable[[str], T | None]
     ) -> tuple[str, T]:
         """Return a random kind and a layer of it. Kinds for which `draw_layer` returns None are not drawn again."""
@@ -110,22 +110,22 @@ class ModelBuilder(ABC):
             del left[kind]
 
     def get_part_frequencies(self) -> dict[Callable[[str], str], int]:
-        """Return the methods that add a part, with how often each is drawn."""
+        """Return a dict from each method that adds a part of the model to how often it is drawn."""
         return {
             self.add_layer: 9,
-            self.add_residual: 3,
+            self.add_residual_block: 3,
             self.add_gate: 1,
             self.add_shared_layer: 2,
-            self.add_and_join_input: 3,
+            self.add_input_and_combine: 3,
             self.add_second_output: 1,
         }
 
-    def add_part(self, value: str) -> str:
+    def add_random_part(self, value: str) -> str:
         """Add a random part, which is one layer or several layers that belong together."""
         add = self.add_layer if self.is_chain else self.choices.pick_weighted(self.get_part_frequencies())
         return add(value)
 
-    def add_residual(self, value: str) -> str:
+    def add_residual_block(self, value: str) -> str:
         """Add one or two layers and a skip connection."""
         inner, shape = self.add_layer(value), self.shapes[value]
         if self.choices.is_one_in(2):
@@ -136,17 +136,17 @@ class ModelBuilder(ABC):
             inner = self.add_linear(inner, shape[-1])
         return self.add_sum(value, inner)
 
-    def add_and_join_input(self, value: str) -> str:
+    def add_input_and_combine(self, value: str) -> str:
         """Add an input, and combine a value with it. If the model has three inputs, add a layer instead."""
         if len(self.inputs) > 2:
             return self.add_layer(value)
         other = self.add_input()
         for _ in range(self.choices.draw_below(3)):
             other = self.add_layer(other)
-        return self.join_input(value, other)
+        return self.combine_with_other_input(value, other)
 
     def add_second_output(self, value: str) -> str:
-        """Add a layer in the middle of the model, and before it an output if the model has fewer than two."""
+        """Add a layer. If the model has fewer than two outputs, first make the value an output."""
         if len(self.outputs) < 2:
             self.add_output(value)
         return self.add_layer(value)

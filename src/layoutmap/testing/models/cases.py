@@ -15,7 +15,7 @@ from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan
 from layoutmap.testing.models.choices import Choices
-from layoutmap.testing.models.maps import EIGHT, Devices, DrawnMap, Shape, draw_layout_map
+from layoutmap.testing.models.maps import EIGHT, Devices, DrawnLayoutMap, Shape, draw_layout_map
 from layoutmap.testing.products import ALLOW_TF32
 
 QUANTIZED = {"int8": 2**-7, "int4": 2**-7}
@@ -35,7 +35,7 @@ import layoutmap as lm
 
 
 class DrawnModel(Protocol):
-    """A random model of one library that can write its source code."""
+    """A random model of one library that can return its program as text."""
 
     library: ClassVar[str]
     """The name of the library's adapter."""
@@ -50,36 +50,36 @@ class DrawnModel(Protocol):
     """
 
     @property
-    def kinds(self) -> Collection[str]:
+    def layer_kinds(self) -> Collection[str]:
         """The kinds of all layers in order. Tests count them."""
         ...
 
     @property
-    def layer_outputs(self) -> Mapping[str, Shape]:
-        """Shapes of layer outputs without the batch axis, by layer path. Activation rules are drawn for them."""
+    def layer_output_shapes(self) -> Mapping[str, Shape]:
+        """A dict from layer paths to output shapes without the batch axis, for activation rules."""
         ...
 
     @property
     def plan_inputs(self) -> str:
-        """The expression of the inputs that a plan needs to find all variables, or empty if it needs none."""
+        """The Python expression of the inputs that a plan needs to find all variables. Empty if it needs none."""
         ...
 
     @property
-    def precisions(self) -> Mapping[str, str]:
-        """Lines at the end of a program that set the model's precision, by the name of the precision."""
+    def precision_lines(self) -> Mapping[str, str]:
+        """A dict from each supported precision to the lines at the end of the program that set it."""
         ...
 
     @property
     def float64_lines(self) -> str:
-        """Lines at the end of a program with which the model computes in float64, or empty if it cannot."""
+        """The lines at the end of the program that make the model compute in float64. Empty if it cannot."""
         ...
 
-    def write_source(self, optimizer: str) -> str:
+    def make_code(self, optimizer: str) -> str:
         """Return the program that defines `make_model`, which takes no arguments and returns a trainable model."""
         ...
 
-    def write_data(self, rows: int) -> str:
-        """Return the expression that draws a batch, inputs and targets, from numpy's generator `rng`."""
+    def make_batch_code(self, rows: int) -> str:
+        """Return the expression that draws a batch, which is inputs and targets, from numpy's generator `rng`."""
         ...
 
 
@@ -99,7 +99,7 @@ class Case:
     """
 
     model: DrawnModel
-    map: DrawnMap
+    map: DrawnLayoutMap
     optimizer: str
     rows: int
     devices: Devices = EIGHT
@@ -109,7 +109,7 @@ class Case:
 
     def __str__(self) -> str:
         options = f"batch_dim={self.map.batch_dim!r}, library={self.library!r}"
-        # With a tolerance of 0.25, rounding is no difference, but a factor of two is.
+        # In coarse precisions, a tolerance of 0.25 accepts rounding errors, but not a factor of two.
         if self.precision != "float32":
             options += ", tolerance=0.25"
         return f"{self.program}print(lm.check_parity(make_model, layout_map, batch, {options}))\n"
@@ -121,9 +121,9 @@ class Case:
         if self.precision == "TF32":
             engine = get_adapter(self.library).engine_name
             simulation += f"\nimport {engine}\n\n{ALLOW_TF32[engine].format(True)}\n"
-        program = f"{_PREAMBLE.format(imports=self.model.imports, simulation=simulation)}{self.source}"
+        program = f"{_PREAMBLE.format(imports=self.model.imports, simulation=simulation)}{self.program_lines}"
         return (
-            f"{program}import jax\n\njax.set_mesh({self._write_ambient_mesh()})\n"
+            f"{program}import jax\n\njax.set_mesh({self._make_ambient_mesh_code()})\n"
             if self.ambient_mesh
             else program
         )
@@ -141,10 +141,10 @@ class Case:
             return
         import jax
 
-        with jax.set_mesh(eval(self._write_ambient_mesh(), {"jax": jax})):
+        with jax.set_mesh(eval(self._make_ambient_mesh_code(), {"jax": jax})):
             yield
 
-    def _write_ambient_mesh(self) -> str:
+    def _make_ambient_mesh_code(self) -> str:
         """Return the expression of the mesh that the program sets by `jax.set_mesh`."""
         mesh = self.layout_map.mesh
         assert mesh is not None
@@ -162,20 +162,20 @@ class Case:
     @property
     def make_model(self) -> Callable[[], Any]:
         """The function of the program that returns a trainable model."""
-        return self._program_names["make_model"]
+        return self._program_values["make_model"]
 
     @property
     def layout_map(self) -> LayoutMap:
         """The layout map of the program."""
-        return self._program_names["layout_map"]
+        return self._program_values["layout_map"]
 
     @property
     def batch(self) -> tuple[Any, Any]:
         """The batch of the program: inputs and targets."""
-        return self._program_names["batch"]
+        return self._program_values["batch"]
 
     @property
-    def inputs(self) -> Any:
+    def plan_inputs(self) -> Any:
         """The inputs that a plan needs to find all variables, or None if it needs none."""
         return _execute_program_lines(self.model, f"inputs = {self.model.plan_inputs or None}")["inputs"]
 
@@ -184,24 +184,24 @@ class Case:
         return plan(
             self.make_model,
             self.layout_map if layout_map is None else layout_map,
-            inputs=self.inputs,
+            inputs=self.plan_inputs,
             library=self.library,
         )
 
     @cached_property
-    def source(self) -> str:
+    def program_lines(self) -> str:
         """The lines of the program that define `make_model`, `layout_map`, and `batch`."""
-        precisions = {**self.model.precisions, "float64": self.model.float64_lines}
+        precision_lines = {**self.model.precision_lines, "float64": self.model.float64_lines}
         return (
-            f"{self.model.write_source(self.optimizer)}\n\nlayout_map = {self.map.source}\n"
-            f"rng = np.random.default_rng(0)\nbatch = {self.model.write_data(self.rows)}\n"
-            f"{precisions.get(self.precision, '')}{self.last_lines}"
+            f"{self.model.make_code(self.optimizer)}\n\nlayout_map = {self.map.expression}\n"
+            f"rng = np.random.default_rng(0)\nbatch = {self.model.make_batch_code(self.rows)}\n"
+            f"{precision_lines.get(self.precision, '')}{self.last_lines}"
         )
 
     @cached_property
-    def _program_names(self) -> dict[str, Any]:
-        """The names that the lines of the program define, with their values."""
-        return _execute_program_lines(self.model, self.source)
+    def _program_values(self) -> dict[str, Any]:
+        """A dict from each name that the lines of the program define to its value."""
+        return _execute_program_lines(self.model, self.program_lines)
 
 
 def draw_case(
@@ -209,13 +209,13 @@ def draw_case(
 ) -> Case:
     """Return a case with a random model, layout map, optimizer, and number of rows."""
     model = draw_model(choices)
-    unmapped = Case(model, DrawnMap("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
+    unmapped = Case(model, DrawnLayoutMap("batch=8", (), (), "error", None), next(iter(model.optimizers)), 8)
     variables = {
         v.path: v.shape
         for v in (assignment.variable for assignment in unmapped.plan().assignments)
         if v.kind in (Kind.WEIGHT, Kind.STATE) and v.parent is None
     }
-    drawn_map = draw_layout_map(choices, variables, model.layer_outputs, devices)
+    drawn_map = draw_layout_map(choices, variables, model.layer_output_shapes, devices)
     optimizer, rows = choices.pick_weighted(model.optimizers), choices.pick_weighted(_ROWS)
     is_on_jax = get_adapter(model.library).engine_name == "jax" and devices is EIGHT
     ambient_mesh = choices.pick("", "", "Auto", "Explicit") if is_on_jax else ""
@@ -223,7 +223,7 @@ def draw_case(
 
 
 def _execute_program_lines(model: DrawnModel, source: str) -> dict[str, Any]:
-    """Run lines after the imports of a model's program. Return the names that they define with their values."""
+    """Run lines after the imports of a model's program. Return a dict from the defined names to their values."""
     names: dict[str, Any] = {"__name__": __name__}
     program = f"{model.imports}\nimport layoutmap as lm\n{source}"
     exec(compile(program, "<drawn>", "exec"), names)

@@ -47,7 +47,7 @@ class Devices:
 
     @cached_property
     def mesh_frequencies(self) -> Mapping[str, int]:
-        """Meshes of these devices as text, with how often each is drawn."""
+        """A dict from each mesh of these devices, as text, to how often it is drawn."""
         if self.mesh:
             return {self.mesh: 1}
         if self.number == 8:
@@ -62,8 +62,8 @@ EIGHT = Devices()  # the default: eight simulated devices
 
 
 @dataclass(frozen=True)
-class DrawnMap:
-    """The arguments of a layout map."""
+class DrawnLayoutMap:
+    """The arguments of a random layout map, and the mesh dim of the batch."""
 
     mesh: str
     rules: tuple[tuple[str, Specs], ...]  # sharding specs of variables, by pattern
@@ -73,8 +73,8 @@ class DrawnMap:
     explicit_dims: tuple[str, ...] = ()  # names of the dims with explicit axes
 
     @property
-    def source(self) -> str:
-        """The expression of the layout map."""
+    def expression(self) -> str:
+        """The Python expression of the layout map."""
         rules, activations = (
             "{" + ",".join(f"\n    r'{pattern}': {specs!r}" for pattern, specs in items) + "\n}"
             for items in (self.rules, self.activations)
@@ -88,7 +88,7 @@ class DrawnMap:
 
 def draw_layout_map(
     choices: Choices, variables: Mapping[str, Shape], outputs: Mapping[str, Shape], devices: Devices = EIGHT
-) -> DrawnMap:
+) -> DrawnLayoutMap:
     """Draw the arguments of a layout map in which each rule fits all variables that it matches.
 
     `variables` has shapes by path, and `outputs` shapes of layer outputs without rows by layer path.
@@ -115,7 +115,7 @@ def draw_layout_map(
         row_dim = batch_dim if not choices.is_one_in(4) else None
         specs = draw_sharding_specs(choices, mesh, outputs[path], "error", unusable=[row_dim])
         activations[re.escape(path) + "$"] = (row_dim, *specs)
-    return DrawnMap(text, tuple(rules.items()), tuple(activations.items()), uneven, batch_dim)
+    return DrawnLayoutMap(text, tuple(rules.items()), tuple(activations.items()), uneven, batch_dim)
 
 
 def draw_sharding_specs(
@@ -125,7 +125,7 @@ def draw_sharding_specs(
     num_dims = choices.pick_weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
     same_axis = choices.is_one_in(4)
     may_be_uneven = uneven == _PAD_OR_SHRINK or (uneven != "error" and choices.is_one_in(3))
-    if may_be_uneven:  # several dims on one axis find more faults, because perhaps only some divide it
+    if may_be_uneven:  # use several dims for one axis more often, because some may not divide it
         same_axis = same_axis or choices.is_one_in(2)
     axes: list[tuple[str, ...]] = [()] * len(shape)
     for dim in choices.sample([dim for dim in mesh.dim_names if dim not in unusable], num_dims):

@@ -22,7 +22,7 @@ class ModelValue:
     classes: int | None = None  # number of tokens or classes; None if the values are floats
     loss: str = ""  # expression of the loss of an output, in the syntax of the library
 
-    def write_data(self, rows: int) -> str:
+    def make_batch_code(self, rows: int) -> str:
         """Return the expression that draws a batch of this value from `rng`."""
         shape = (rows, *self.shape)
         if self.classes:
@@ -30,19 +30,19 @@ class ModelValue:
         return f"rng.normal(size={shape}).astype('float32')"
 
 
-def write_batch(inputs: Sequence[ModelValue], outputs: Sequence[ModelValue], rows: int) -> str:
+def make_whole_batch_code(inputs: Sequence[ModelValue], outputs: Sequence[ModelValue], rows: int) -> str:
     """Return the expression of a batch, which is inputs and targets drawn from `rng`."""
     return ", ".join(
-        write_one_or_list([value.write_data(rows) for value in values]) for values in (inputs, outputs)
+        make_list_code([value.make_batch_code(rows) for value in values]) for values in (inputs, outputs)
     )
 
 
-def write_one_or_list(expressions: list[str]) -> str:
+def make_list_code(expressions: list[str]) -> str:
     """Return one expression unchanged, and several as the expression of a list."""
     return expressions[0] if len(expressions) == 1 else f"[{', '.join(expressions)}]"
 
 
-def find_divisors(*numbers: int) -> list[int]:
+def find_common_divisors(*numbers: int) -> list[int]:
     """Return those of the numbers 1, 2, 3, 4, 7, and 8 that divide all arguments."""
     return [n for n in (2, 4, 8, 1, 3, 7) if all(number % n == 0 for number in numbers)]
 
@@ -64,7 +64,7 @@ def draw_heads_einsum(choices: Choices, shape: Shape) -> tuple[str, Shape, int, 
 def draw_padding(
     choices: Choices, space: Shape, sizes: Shape, strides: Shape, dilation: Shape
 ) -> tuple[bool, Shape]:
-    """Draw whether windows must stay inside the input. Return the choice, and the output size of each axis."""
+    """Draw whether windows must stay inside the input. Return this boolean, and the output size along each axis."""
     lengths = tuple((size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True))
     is_valid = all(n >= length for n, length in zip(space, lengths, strict=True)) and choices.is_one_in(2)
     least = lengths if is_valid else (1,) * len(space)
@@ -72,8 +72,8 @@ def draw_padding(
     return is_valid, spatial
 
 
-def write_losses(outputs: Sequence[ModelValue], output_letter: str) -> str:
-    """Return the sum of all losses as text. In a loss, `output_letter` is its output, and `t` its target."""
+def make_losses_code(outputs: Sequence[ModelValue], output_letter: str) -> str:
+    """Return the sum of all losses. In a loss, replace `output_letter` by its output, and `t` by its target."""
     names = [("outputs", "targets")]
     if len(outputs) > 1:
         names = [(f"outputs[{n}]", f"targets[{n}]") for n in range(len(outputs))]

@@ -27,7 +27,7 @@ from layoutmap.engines.tested import TESTED
 from layoutmap.scope.progress import ElapsedTime
 from layoutmap.testing.schedule import Schedule
 from layoutmap.testing.selftest.report import Report
-from layoutmap.testing.selftest.speeds import Speeds
+from layoutmap.testing.selftest.speeds import MeasuredSpeeds
 from layoutmap.testing.subjects import SUBJECTS, WITHOUT_MODELS, make_cpu_environment
 
 _PACKAGES = {"keras": "keras", "nnx": "flax"}
@@ -46,7 +46,7 @@ def run_selftest(options: Any) -> Report | None:
     is_alone = started_by.num_processes == 1
     if not is_alone and not options.engine:
         raise LayoutMapError(
-            "several processes can test only one engine", fix=f"add --engine {', '.join(ENGINES)}"
+            "several processes can test only one engine", fix=f"add --engine with one of {', '.join(ENGINES)}"
         )
     if not (options.simulate or options.busy):
         _check_devices_are_free()
@@ -120,18 +120,18 @@ def _add_device_facts(report: Report, schedule: Schedule, engine: str, machine_n
         node_size = -(-len(names) // int(facts["hosts"]))
         share_cores = "CPU" in kind and (is_simulated or node_size > (os.cpu_count() or 1))
         expected = machine_named(machine_name).device if machine_name else None
-        speeds = Speeds(engine, node_size, results, expected, share_cores)
+        speeds = MeasuredSpeeds(engine, node_size, results, expected, share_cores)
         if report.is_complete:
-            speeds = replace(speeds, predicted=_predict_step(speeds, machine_name))
+            speeds = replace(speeds, predicted=_predict_step_cost(speeds, machine_name))
         report.add_speeds(speeds)
 
 
-def _predict_step(speeds: Speeds, machine_name: str | None) -> dict[str, float]:
+def _predict_step_cost(speeds: MeasuredSpeeds, machine_name: str | None) -> dict[str, float]:
     """Return the predicted cost of the measured step, on the machine of `--on` or on the measured machine.
 
     Return an empty mapping if the prediction fails, since the report is useful without it.
     """
-    if not (speeds.step and (machine_name or speeds.has_enough_measurements)):
+    if not (speeds.measured_step and (machine_name or speeds.has_enough_measurements)):
         return {}
     with (
         tempfile.NamedTemporaryFile("w", suffix=".yaml") as file,
@@ -139,7 +139,8 @@ def _predict_step(speeds: Speeds, machine_name: str | None) -> dict[str, float]:
     ):
         file.write(speeds.to_machine_file("measured") if machine_name is None else "")
         file.flush()
-        arguments = [speeds.engine, speeds.step["mesh"], str(speeds.step["width"]), machine_name or file.name]
+        step = speeds.measured_step
+        arguments = [speeds.engine, step["mesh"], str(step["width"]), machine_name or file.name]
         command = [sys.executable, "-m", "layoutmap.testing.stack", *arguments]
         process = subprocess.run(command, env=make_cpu_environment(), capture_output=True, text=True)
         return json.loads(process.stdout)
@@ -166,7 +167,7 @@ def _choose_subjects(engines: Collection[str], only: Collection[str]) -> list[st
         name
         for name, subject in (WITHOUT_MODELS | SUBJECTS).items()
         if subject.engine in engines
-        and subject.num_processes == 1  # a launcher's processes try cases together, so omit others
+        and subject.num_processes == 1  # other subjects start several processes, as a launcher would
         and find_spec(_PACKAGES.get(subject.library, "numpy")) is not None
     ]
     chosen = [name for name in available if name in (only or available)]
@@ -192,7 +193,7 @@ def _check_devices_are_free() -> None:
             "the devices are in use",
             facts={"processes, memory": "; ".join(used)},
             why="these processes and the self-test would share the memory and the time of the devices",
-            fix="wait for them, choose other devices with CUDA_VISIBLE_DEVICES, or add --busy",
+            fix="wait until these processes end, choose other devices with CUDA_VISIBLE_DEVICES, or add --busy",
         )
 
 

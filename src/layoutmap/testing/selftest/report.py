@@ -16,7 +16,7 @@ from layoutmap.core.text_table import format_html_pre, format_html_table, format
 from layoutmap.testing.laws import Outcome
 from layoutmap.testing.schedule import LawResult
 from layoutmap.testing.selftest.speeds import COLUMNS as SPEED_COLUMNS
-from layoutmap.testing.selftest.speeds import Speeds
+from layoutmap.testing.selftest.speeds import MeasuredSpeeds
 from layoutmap.testing.subjects import get_subject
 
 _COLUMNS = ("tried on", "law", "tried", "held", "failed", "seconds")
@@ -39,9 +39,9 @@ class Report:
     seconds: float = 0.0
     is_complete: bool = True  # False if the self-test was interrupted
     with_names: bool = False  # whether HTML and JSON keep names of hosts, users, and folders
-    speeds: list[Speeds] = field(default_factory=list[Speeds])  # speeds of each engine
+    speeds: list[MeasuredSpeeds] = field(default_factory=list[MeasuredSpeeds])  # speeds of each engine
 
-    def add_speeds(self, speeds: Speeds) -> None:
+    def add_speeds(self, speeds: MeasuredSpeeds) -> None:
         """Add the speeds of an engine's devices, and the result of the law about slow collectives."""
         self.speeds.append(speeds)
         self.results.append(speeds.run_collectives_law())
@@ -54,16 +54,16 @@ class Report:
     @property
     def failures(self) -> list[LawResult]:
         """The results of laws that did not hold."""
-        return [result for result in self.results if result.outcome.is_suspicious]
+        return [result for result in self.results if result.outcome.is_failure]
 
     @property
     def missing_packages(self) -> dict[str, int]:
-        """For each missing package, the number of laws that could not be tried without it."""
+        """A dict from each missing package to the number of laws that could not be tried without it."""
         return dict(Counter(r.outcome.missing for r in self.results if r.outcome.missing))
 
     @property
     def headline(self) -> str:
-        """Whether all laws held, in one line with the counts."""
+        """A line that says whether all laws held, with the counts of laws and cases."""
         results = [result for result in self.results if not result.outcome.missing]
         cases = len({(result.subject, result.seed) for result in results})
         total = f"{len(results)} laws on {cases} cases in {self.seconds:.0f} s"
@@ -83,7 +83,7 @@ class Report:
         rows: list[list[str]] = []
         for key, tried in outcomes.items():
             held = sum(outcome.what == "held" for outcome in tried)
-            failed = sum(outcome.is_suspicious for outcome in tried)
+            failed = sum(outcome.is_failure for outcome in tried)
             seconds = sum(outcome.seconds for outcome in tried)
             rows.append([*key, str(held + failed), str(held or ""), str(failed or ""), f"{seconds:.1f}"])
         return rows
@@ -108,7 +108,7 @@ class Report:
 
     def to_html(self) -> str:
         """Return the report as an HTML page without external resources."""
-        texts = [*map(self._remove_names, (self.headline, self._facts_text, *self._failure_texts))]
+        texts = [*map(self._hide_names, (self.headline, self._facts_text, *self._failure_texts))]
         verdict, facts, *failure = map(format_html_pre, texts)
         head = f'<meta charset="utf-8"><title>layoutmap selftest</title><style>{_STYLE}</style>'
         body = f'<div class="{"wrong" if self.failures else "well"}">{verdict}</div>{facts}'
@@ -118,17 +118,17 @@ class Report:
     def to_json(self) -> str:
         """Return the report as JSON, with all failures."""
         facts: dict[str, Any] = {"format": "layoutmap selftest", "version": 1}
-        facts |= {"says": self._remove_names(self.headline)}
+        facts |= {"says": self._hide_names(self.headline)}
         facts |= {"complete": self.is_complete, "seconds": round(self.seconds, 1)}
-        facts["ran on"] = {name: self._remove_names(fact) for name, fact in self.facts.items()}
+        facts["ran on"] = {name: self._hide_names(fact) for name, fact in self.facts.items()}
         rows = ([*row[:2], *(float(cell or 0) for cell in row[2:])] for row in self.make_law_rows())
         facts["laws"] = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
         facts["faults"] = [dict(zip(_FAULT_COLUMNS, row, strict=True)) for row in self.make_fault_rows()]
-        facts["measured"] = {speeds.engine: speeds.figures for speeds in self.speeds}
+        facts["measured"] = {speeds.engine: speeds.measurements for speeds in self.speeds}
         facts["counted"] = {speeds.engine: speeds.predicted for speeds in self.speeds}
         facts["failures"] = [
             {"subject": failure.subject, "seed": failure.seed, "program": failure.program}
-            | {name: self._remove_names(str(fact)) for name, fact in asdict(failure.outcome).items()}
+            | {name: self._hide_names(str(fact)) for name, fact in asdict(failure.outcome).items()}
             for failure in self.failures
         ]
         return f"{json.dumps(facts, indent=1)}\n"
@@ -145,7 +145,7 @@ class Report:
         raise LayoutMapError(
             "no machine file can be written",
             why="no collective was measured among two devices or more",
-            fix="start it on several devices, as with torchrun or --simulate 8, and pass a larger --minutes",
+            fix="start the self-test on several devices, as with torchrun or --simulate 8, and pass a larger --minutes",
         )
 
     @property
@@ -159,8 +159,8 @@ class Report:
         ]
         return [tables[0], *(table for table in tables[1:] if table[1])]
 
-    def _remove_names(self, text: str) -> str:
-        return text if self.with_names else remove_names(text)
+    def _hide_names(self, text: str) -> str:
+        return text if self.with_names else remove_names_and_folders(text)
 
     @property
     def _facts_text(self) -> str:
@@ -177,11 +177,11 @@ class Report:
         return [text, f"As a program of its own:\n\n{first.program}"] if first.program else [text]
 
 
-def remove_names(text: str) -> str:
+def remove_names_and_folders(text: str) -> str:
     """Return a text without the names of this host and user and without folders in paths.
 
     Example:
-        >>> remove_names('File "/usr/lib/layoutmap/core/mesh.py", line 3')
+        >>> remove_names_and_folders('File "/usr/lib/layoutmap/core/mesh.py", line 3')
         'File "mesh.py", line 3'
     """
     text = _FOLDER.sub("", text)

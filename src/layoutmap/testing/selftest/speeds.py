@@ -37,7 +37,7 @@ _Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Speeds:
+class MeasuredSpeeds:
     """The measured speeds of one engine's devices."""
 
     engine: str
@@ -51,30 +51,30 @@ class Speeds:
     @property
     def has_enough_measurements(self) -> bool:
         """Whether enough was measured for a machine file: a collective and the memory."""
-        return bool(self._collectives) and "memory" in self._best_measurements
+        return bool(self._fastest_collectives) and "memory" in self._best_measurements
 
     @cached_property
-    def step(self) -> Mapping[str, Any]:
+    def measured_step(self) -> Mapping[str, Any]:
         """The first measured step, or an empty mapping."""
-        return next((figure for figure in self.figures if "step" in figure), {})
+        return next((figure for figure in self.measurements if "step" in figure), {})
 
     @property
-    def figures(self) -> list[Mapping[str, Any]]:
+    def measurements(self) -> list[Mapping[str, Any]]:
         """All measurements."""
         return [figure for result in self.results for figure in result.outcome.figures]
 
     @cached_property
-    def _collectives(self) -> dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]]:
-        """By kind, group size, and stride: the fastest measured collective, its group, and its bandwidth."""
+    def _fastest_collectives(self) -> dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]]:
+        """A dict from kind, group size, and stride to the fastest measured collective, its group, and its speed."""
         collectives: dict[_Key, tuple[Mapping[str, Any], DeviceGroup, float]] = {}
-        for figure in self.figures:
+        for figure in self.measurements:
             if "kind" not in figure:
                 continue
             mesh = Mesh(None, figure["mesh"])
-            group = Machine(_make_unit_device(self.node_size), mesh.size).group(mesh, [figure["dim"]])
+            group = Machine(_make_unit_speed_device(self.node_size), mesh.size).group(mesh, [figure["dim"]])
             # Estimate the seconds at one byte per second. They equal the bytes on the network that limits the
             # collective.
-            device = _make_unit_device(self.node_size, fast=1.0 if group.nodes == 1 else math.inf)
+            device = _make_unit_speed_device(self.node_size, fast=1.0 if group.nodes == 1 else math.inf)
             num_bytes = Machine(device, mesh.size).estimate_seconds(figure["kind"], figure["bytes"], group)
             bandwidth = num_bytes / figure["seconds"]
             key = figure["kind"], group.size, mesh.strides[mesh.dim_names.index(figure["dim"])]
@@ -84,9 +84,9 @@ class Speeds:
 
     @cached_property
     def _best_measurements(self) -> dict[str, float]:
-        """The largest measured value of each property of a single device, by name."""
+        """A dict from each measured property of a single device to its largest measured value."""
         best: dict[str, float] = {}
-        for figure in self.figures:
+        for figure in self.measurements:
             named = {figure["dtype"]: figure["flops"]} if "dtype" in figure else figure
             if "mesh" not in figure:
                 best |= {name: max(number, best.get(name, 0.0)) for name, number in named.items()}
@@ -98,7 +98,7 @@ class Speeds:
         what, why = "held", "\n".join(self._describe_slow_collectives())
         if self.share_cores:
             what, why = "not tried", "there are more devices than cores, so they slow each other down"
-        elif not any(self._expect_bandwidth(key) for key in self._collectives):
+        elif not any(self._expect_bandwidth(key) for key in self._fastest_collectives):
             what, why = (
                 "not tried",
                 "there is no speed to compare with: no machine of --on, and no other mesh dim",
@@ -108,7 +108,7 @@ class Speeds:
         return LawResult(first.subject, first.seed, Outcome(SLOW_COLLECTIVE_LAW, what, why, 0.0))
 
     def _describe_slow_collectives(self) -> Iterator[str]:
-        for key, (figure, _, bandwidth) in self._collectives.items():
+        for key, (figure, _, bandwidth) in self._fastest_collectives.items():
             expected = self._expect_bandwidth(key)
             if expected and bandwidth * _MAX_SLOWDOWN[self.on is not None] < expected:
                 reference = f"{self.on.name} has" if self.on else "over other dims it has"
@@ -117,12 +117,12 @@ class Speeds:
 
     def _expect_bandwidth(self, key: _Key) -> float | None:
         """Return the bandwidth in the machine file. Without one, return the best of this kind over other mesh dims."""
-        group = self._collectives[key][1]
+        group = self._fastest_collectives[key][1]
         if self.on is not None:
             return self.on.slow.bandwidth if group.nodes > 1 else self.on.fast.get_bandwidth(group.size)
         other_bandwidths = [
             bandwidth
-            for other, (_, g, bandwidth) in self._collectives.items()
+            for other, (_, g, bandwidth) in self._fastest_collectives.items()
             if other != key and other[0] == key[0] and (g.nodes > 1) == (group.nodes > 1)
         ]
         return max(other_bandwidths, default=None)
@@ -130,7 +130,7 @@ class Speeds:
     def make_table_rows(self) -> list[list[str]]:
         """Return a table row for each measurement, with the value that was expected or predicted."""
         rows: list[list[str]] = []
-        for key, (figure, group, bandwidth) in sorted(self._collectives.items()):
+        for key, (figure, group, bandwidth) in sorted(self._fastest_collectives.items()):
             group_text = f"{figure['dim']} of {figure['mesh']}" + f", {group.nodes} hosts" * (group.nodes > 1)
             expected = self._expect_bandwidth(key) if self.on else None
             what = f"{_format_collective_name(figure)} of {format_bytes(figure['bytes'])}"
@@ -141,9 +141,10 @@ class Speeds:
                 self.on.flops.get(name) or getattr(self.on, _DEVICE_FIELDS.get(name, ""), None)
             )
             rows.append(self._make_row(what, "one device", partial(_format_rate, unit=unit), value, expected))
-        for name, (what, to_text) in _STEP_MEASUREMENTS.items() if self.step else ():
+        step = self.measured_step
+        for name, (what, to_text) in _STEP_MEASUREMENTS.items() if step else ():
             predicted = self.predicted.get(name)
-            rows.append(self._make_row(what, self.step["mesh"], to_text, self.step[name], predicted))
+            rows.append(self._make_row(what, step["mesh"], to_text, step[name], predicted))
         return rows or [[self.engine, "not measured", "", "", ""]]
 
     def _make_row(
@@ -163,7 +164,7 @@ class Speeds:
         device: dict[str, Any] = {"about": about}
         device |= {name: f"{best.pop(name):.0f} {unit}" for name, (_, unit) in _DEVICE_MEASUREMENTS.items()}
         device["flops"] = {dtype: f"{number:.0f} FLOP/s" for dtype, number in best.items()}
-        bandwidths = [(group.nodes > 1, bandwidth) for _, group, bandwidth in self._collectives.values()]
+        bandwidths = [(group.nodes > 1, rate) for _, group, rate in self._fastest_collectives.values()]
         for network, is_far, where in (("fast", False, "in a host"), ("slow", True, "between hosts")):
             measured = [bandwidth for between_hosts, bandwidth in bandwidths if between_hosts == is_far]
             rate = median(measured or [bandwidth for _, bandwidth in bandwidths])
@@ -177,7 +178,7 @@ def _format_collective_name(figure: Mapping[str, Any]) -> str:
     return figure["kind"].replace("_", "-")
 
 
-def _make_unit_device(node_size: int, fast: float = 1.0) -> Device:
+def _make_unit_speed_device(node_size: int, fast: float = 1.0) -> Device:
     """Return a device that sends one byte per second between hosts, and `fast` bytes inside a host."""
     return Device("", "", 1, 1.0, {}, Network("", fast), Network("", 1.0), node_size)
 

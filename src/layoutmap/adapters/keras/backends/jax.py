@@ -13,15 +13,15 @@ import jax.core
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.backends.jax_processes import GATHERED, wrap_save
+from layoutmap.adapters.keras.backends.jax_processes import GATHERED, wrap_save_to_write_once
 from layoutmap.adapters.keras.backends.jax_steps import (
     PRIVATE_NAMES,
-    constrain_value,
-    make_training_wrappers,
+    constrain_to_layout,
     place_on_mesh,
     read_stored_array,
     read_training_state,
     read_unpadded_value,
+    wrap_training_methods,
 )
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
@@ -32,8 +32,8 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import leave_ambient_mesh
-from layoutmap.engines.jax.padded import PaddedArray, explain_no_padding, wrap_padded_array
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.jax.padded import PaddedArray, explain_why_padding_is_impossible, wrap_padded_array
+from layoutmap.engines.patches import set_attribute_temporarily
 
 
 class JaxBackend(Backend):
@@ -50,14 +50,14 @@ class JaxBackend(Backend):
         }
     )
 
-    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
-        """Return why a variable cannot be stored padded, or an empty text if it can."""
+    def explain_why_padding_is_impossible(self, variable: VariableSpec, layout: Layout) -> str:
+        """Return why a variable cannot be stored with padding in a layout, or an empty text if it can."""
         if jax.process_count() > 1:
             return "Keras in several processes stores no padding"
-        return variable.no_padding or explain_no_padding(variable, layout)
+        return variable.no_padding or explain_why_padding_is_impossible(variable, layout)
 
-    def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
-        """Return the private names of Keras's trainer that `jax_steps` wraps."""
+    def list_required_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
+        """Return pairs of a Keras class and its private methods that `jax_steps` wraps."""
         return PRIVATE_NAMES
 
     @contextmanager
@@ -74,11 +74,11 @@ class JaxBackend(Backend):
     def store_value(
         self, variable: keras.Variable, value: object, assignment: Assignment, session: KerasSession
     ) -> object:
-        """Store a value and the sharding for later values. Return this sharding, which identifies the variable."""
+        """Store a value, and a new sharding in `_layout`. Return the sharding, which identifies the variable."""
         native = session.engine.make_native_layout(assignment.layout, assignment.layout.rank)
         # Keras copies `_layout` to the slots of a weight, so a new object for each weight tells whose slot it is.
-        tag = jax.sharding.NamedSharding(native.mesh, native.spec, memory_kind=native.memory_kind)
-        variable._layout = tag
+        keras_layout = jax.sharding.NamedSharding(native.mesh, native.spec, memory_kind=native.memory_kind)
+        variable._layout = keras_layout
         variable._value = value
         # Keras has no hook for reading values, so set methods on the instance. A copy of the variable gets its own.
         own = variable.__dict__
@@ -89,15 +89,15 @@ class JaxBackend(Backend):
             own["_maybe_autocast"] = functools.partial(read_unpadded_value, variable)
         if session.context.spans_processes or assignment.is_padded:
             own["_direct_assign"] = functools.partial(_assign_value, variable)
-        return tag
+        return keras_layout
 
     # `with_sharding_constraint` works with and without a trace, so no `Distribution` is needed (decisions/0007).
     def relayout_output(self, array: object, layout: Layout, session: KerasSession) -> object:
         """Return an array in a layout: constrained to it in a trace, and redistributed outside a trace."""
         return jax.lax.with_sharding_constraint(array, session.engine.make_native_layout(layout, layout.rank))
 
-    def make_layer_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
-        """Return a `_maybe_build` that raises if a layer's weights cannot be used on the mesh of `jax.set_mesh`."""
+    def wrap_layer_methods(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
+        """Return a wrapper of `_maybe_build` that raises if a layer's weights do not fit `jax.set_mesh`'s mesh."""
         build = layer._maybe_build
 
         @functools.wraps(build)
@@ -108,39 +108,39 @@ class JaxBackend(Backend):
         return {"_maybe_build": maybe_build}
 
     @staticmethod
-    def make_training_wrappers(model: keras.Model, session: KerasSession) -> WrappedMethods:
-        """Return wrappers of a model's methods with which steps place batches and keep layouts."""
-        wrappers = make_training_wrappers(model, session)
+    def wrap_training_methods(model: keras.Model, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of a model's methods, by name. They place batches on the mesh, and keep layouts."""
+        wrappers = wrap_training_methods(model, session)
         if session.context.spans_processes:
             wrappers = {
                 **wrappers,
-                **{name: wrap_save(model, session, name) for name in ("save", "save_weights")},
+                **{name: wrap_save_to_write_once(model, session, name) for name in ("save", "save_weights")},
             }
         return wrappers
 
     @contextmanager
-    def use_same_draws_and_rows(self, model: object) -> Generator[None]:
+    def use_comparable_draws_and_rows(self, model: object) -> Generator[None]:
         """Make steps take the whole batch from each process, instead of its own rows, until the block ends."""
         session = get_session(model)
         if session is None:
             yield
             return
-        with set_temporarily(session.thread_state, "has_whole_batch", True):
+        with set_attribute_temporarily(session.thread_state, "has_whole_batch", True):
             yield
 
-    def compute_gradients(
+    def compute_losses_and_gradients(
         self, model: keras.Model, x: object, y: object, sample_weight: object
     ) -> tuple[dict[str, object], list[object]]:
         """Return the logs of a training step, and the gradients that it passes to optimizers, as numpy arrays."""
         session, batch = get_session(model), (x, y, sample_weight)
         weights = model.trainable_variables
 
-        def record_step(state: object, data: object) -> object:
+        def compute_logs_and_gradients(state: object, data: object) -> object:
             with record_gradients(model) as found:
                 logs, _ = model.train_step(state, data)
             gradients = [found.get(id(variable)) for variable in weights]
             return logs, [
-                each if each is None else constrain_value(each, v)
+                each if each is None else constrain_to_layout(each, v)
                 for each, v in zip(gradients, weights, strict=True)
             ]
 
@@ -149,7 +149,7 @@ class JaxBackend(Backend):
             create_training_variables(model, session, batch)
             if session is not None:
                 batch = place_on_mesh(batch, session)
-            logs, gradients = jax.jit(record_step)(read_training_state(model), batch)
+            logs, gradients = jax.jit(compute_logs_and_gradients)(read_training_state(model), batch)
         gradients = [
             None if g is None else wrap_padded_array(g, v.shape)
             for g, v in zip(gradients, weights, strict=True)
@@ -158,7 +158,7 @@ class JaxBackend(Backend):
 
 
 def _check_ambient_mesh(layer: keras.Layer, argument: object, session: KerasSession) -> None:
-    """Raise if a layer's weights cannot be used with `argument` on the mesh of `jax.set_mesh`."""
+    """Raise if `argument` is a JAX array, and a layer's weights do not fit the mesh of `jax.set_mesh`."""
     ambient_mesh = jax.sharding.get_abstract_mesh()
     if ambient_mesh.empty or not isinstance(argument, jax.Array) or in_stateless_scope():
         return
@@ -174,7 +174,7 @@ def _check_ambient_mesh(layer: keras.Layer, argument: object, session: KerasSess
 
 
 def _assign_value(variable: keras.Variable, value: object) -> None:
-    """Assign a value to a variable in its layout. This replaces `_direct_assign`."""
+    """Assign a value to a variable in the variable's layout. Keras calls this instead of its own `_direct_assign`."""
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         type(variable)._direct_assign(variable, value)
     else:  # JAX would send the global value to all processes, so each process shards its own copy

@@ -24,7 +24,7 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.agreement import CallSchedule, compare_texts, make_process_facts
+from layoutmap.engines.agreement import CallComparisonSchedule, compare_texts, make_process_facts
 
 GATHERED = "_layoutmap_gathered"  # attribute of a variable with its global value on the host, during a save
 _REPORTED = "_layoutmap_reported"
@@ -32,10 +32,10 @@ _VERBS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 
 
 # A process has only some of the devices, so it passes only its own rows (decisions/0019).
-class ProcessRows:
+class RowDivider:
     """Divide a batch's rows between the processes of a mesh."""
 
-    def __init__(self, session: KerasSession, step_name: str, schedule: CallSchedule):
+    def __init__(self, session: KerasSession, step_name: str, schedule: CallComparisonSchedule):
         self._context, self._policy, self._engine = session.context, session.policy, session.engine
         self._verb = _VERBS[step_name]
         self._schedule = schedule
@@ -43,19 +43,19 @@ class ProcessRows:
         devices: NumpyArray = self._engine.make_native_layout(layout, 0).mesh.devices
         self._processes = _list_process_indices(session)
         self.is_on_cpus = devices.flat[0].platform == "cpu"
-        blocks = _find_blocks_by_process(self._policy.derive_batch_layout((layout.mesh.size,)), devices)
+        blocks = _find_batch_blocks_by_process(self._policy.derive_batch_layout((layout.mesh.size,)), devices)
         self._parts = sorted(set(blocks.values()))
-        _check_parts(self._parts, blocks, layout.mesh)
+        _check_row_division(self._parts, blocks, layout.mesh)
         self._part_of = [self._parts.index(blocks[process]) for process in self._processes]
         self._own = self._part_of[self._processes.index(jax.process_index())]
         self.num_placed_rows: list[int] = []  # global number of rows of each batch of the current step
 
     def assemble_batches(self, batches: Iterator[object]) -> Generator[object]:
-        """Yield batches on the mesh, each assembled from the rows that all processes pass."""
+        """Yield global batches on the mesh, each assembled from the rows that all processes pass."""
         for batch in batches:
-            self._check_and_record_batch(batch)
-            yield keras.tree.map_structure(self._assemble_array, batch, none_is_leaf=True)
-        self._compare_between_processes("no more batches", 0)
+            self._check_batch_and_record_rows(batch)
+            yield keras.tree.map_structure(self._assemble_global_array, batch, none_is_leaf=True)
+        self._check_processes_agree("no more batches", 0)
 
     def extract_own_rows(self, outputs: object) -> object:
         """Return this process's rows of a model's outputs in numpy. Outputs without rows are returned whole."""
@@ -63,8 +63,8 @@ class ProcessRows:
 
     # -- comparing batches
 
-    def _check_and_record_batch(self, batch: object) -> None:
-        """Raise if the processes pass batches that do not belong together, and record the global number of rows."""
+    def _check_batch_and_record_rows(self, batch: object) -> None:
+        """Raise if the processes' batches do not fit together. Otherwise record the global number of rows."""
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
             raise ScopeError(
                 f"{self._verb}: sparse batches cannot be divided between processes",
@@ -75,12 +75,13 @@ class ProcessRows:
         batch_text = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
         # If a process has a batch of a different shape, or none, all would hang, so compare shapes in each step.
-        self._compare_between_processes(
-            batch_text, compute_checksum(*arrays) if shared and self._schedule.count_call() else 0
+        self._check_processes_agree(
+            batch_text,
+            compute_checksum(*arrays) if shared and self._schedule.should_compare_next_call() else 0,
         )
         self.num_placed_rows.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
-    def _compare_between_processes(self, batch_text: str, checksum: int) -> None:
+    def _check_processes_agree(self, batch_text: str, checksum: int) -> None:
         """Raise if processes pass different texts, or different checksums where their devices store the same rows."""
         texts, checksums = compare_texts(
             f"{self._verb}: {batch_text}", self._context.gather_from_processes, checksum
@@ -89,7 +90,7 @@ class ProcessRows:
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
         if texts:
-            error = _make_process_error(self._verb, dict(zip(self._processes, texts, strict=True)))
+            error = _make_disagreement_error(self._verb, dict(zip(self._processes, texts, strict=True)))
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows pass different rows",
@@ -108,8 +109,8 @@ class ProcessRows:
 
     # -- placing batches
 
-    def _assemble_array(self, array: Any) -> object:
-        """Return a global array on the mesh, made of the rows of all processes. Other values stay unchanged."""
+    def _assemble_global_array(self, array: Any) -> object:
+        """Return an array on the mesh, made of the rows of all processes. Values without a shape are unchanged."""
         if array is None or not hasattr(array, "shape"):
             return array
         if not _is_on_own_devices(array):
@@ -153,11 +154,11 @@ class ProcessRows:
             [
                 values[part]
                 for n, start in zip(rows, starts, strict=True)
-                for part in self._list_own_slices(n, start)
+                for part in self._list_own_row_slices(n, start)
             ]
         )
 
-    def _list_own_slices(self, num_rows: int, start: int) -> list[slice]:
+    def _list_own_row_slices(self, num_rows: int, start: int) -> list[slice]:
         """Return the slices of this process's rows in a batch that starts at row `start`."""
         num_blocks = sum(map(len, self._parts))
         if num_rows % num_blocks:
@@ -176,8 +177,8 @@ def _list_process_indices(session: KerasSession) -> list[int]:
     return sorted({device.process_index for device in devices.flat})
 
 
-def _find_blocks_by_process(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
-    """Return, by process index, which blocks of a sharded batch the devices of this process store."""
+def _find_batch_blocks_by_process(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
+    """Return a dict from process index to the numbers of the batch's blocks of rows that its devices store."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
     dims = layout.list_mesh_dims(0)
     if not dims:
@@ -191,8 +192,10 @@ def _find_blocks_by_process(layout: Layout, devices: object) -> dict[int, tuple[
     }
 
 
-def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, ...]], mesh: Mesh) -> None:
-    """Raise if parts overlap or differ in size. A part is the blocks that the devices of a process store."""
+def _check_row_division(
+    parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, ...]], mesh: Mesh
+) -> None:
+    """Raise if parts overlap or differ in size. A part is the tuple of blocks that the devices of a process store."""
     held = [block for part in parts for block in part]
     if len(held) == len(set(held)) and len({len(part) for part in parts}) == 1:
         return
@@ -207,7 +210,7 @@ def _check_parts(parts: Sequence[tuple[int, ...]], blocks: dict[int, tuple[int, 
 
 
 def _is_on_own_devices(array: object) -> bool:
-    """Return whether an array is only on devices of this process."""
+    """Return whether a value is an array that no other process has a part of."""
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
 
 
@@ -217,8 +220,8 @@ def _is_on_own_devices(array: object) -> bool:
 _FAILED = "has failed: "
 
 
-def _make_process_error(method_name: str, texts_by_process: dict[int, str]) -> ScopeError:
-    """Return the error for processes that compare different texts, one of which may report a failure."""
+def _make_disagreement_error(method_name: str, texts_by_process: dict[int, str]) -> ScopeError:
+    """Return the error for processes that sent different texts, one of which may report a failure."""
     facts = {f"process {process}": each for process, each in texts_by_process.items()}
     failed = [process for process, each in texts_by_process.items() if _FAILED in each]
     if failed:
@@ -236,19 +239,19 @@ def _make_process_error(method_name: str, texts_by_process: dict[int, str]) -> S
     )
 
 
-def wrap_failure_report(
+def wrap_to_report_failure(
     original: Callable[..., object], session: KerasSession, method_name: str
 ) -> Callable[..., object]:
-    """Wrap `fit`, `evaluate`, or `predict` to report a failure, so that other processes do not wait forever."""
+    """Wrap `fit`, `evaluate`, or `predict` to report an exception to other processes, which would wait forever."""
 
     @functools.wraps(original)
-    def call_and_report(*args: object, **kwargs: object) -> object:
+    def call_and_report_failure(*args: object, **kwargs: object) -> object:
         try:
             return original(*args, **kwargs)
         except (EngineError, jax.errors.JaxRuntimeError):
             raise  # the other processes are unreachable or raise the same error
         except Exception as error:
-            # All processes raise a marked error, or an inner `evaluate` has reported it, so report only unmarked ones.
+            # A marked error is raised by all processes, or was reported by an inner `evaluate`, so do not report it.
             if not hasattr(error, _REPORTED):
                 setattr(error, _REPORTED, True)
                 with suppress(EngineError):  # the other processes may be gone
@@ -258,14 +261,16 @@ def wrap_failure_report(
                     )
             raise
 
-    return call_and_report
+    return call_and_report_failure
 
 
 # -- saving variables
 
 
-def wrap_save(model: keras.Model, session: KerasSession, method_name: str) -> Callable[..., object]:
-    """Wrap `save` or `save_weights` so that of the processes that pass the same path, the first writes the file."""
+def wrap_save_to_write_once(
+    model: keras.Model, session: KerasSession, method_name: str
+) -> Callable[..., object]:
+    """Wrap `save` or `save_weights`: of the processes that pass the same path, only the first writes the file."""
     original = getattr(model, method_name)
 
     @functools.wraps(original)

@@ -24,11 +24,11 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 
 from layoutmap.adapters.fingerprints import hash_lowered_step
-from layoutmap.adapters.keras.backends.jax_processes import ProcessRows, wrap_failure_report
+from layoutmap.adapters.keras.backends.jax_processes import RowDivider, wrap_to_report_failure
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
-from layoutmap.adapters.keras.training import compare_batches, make_step_wrappers
+from layoutmap.adapters.keras.training import compare_between_processes, wrap_step_factories
 from layoutmap.core.layout import Layout
-from layoutmap.engines.agreement import CallSchedule, check_same_program
+from layoutmap.engines.agreement import CallComparisonSchedule, check_same_program
 from layoutmap.engines.jax.ambient import leave_ambient_mesh
 from layoutmap.engines.jax.padded import (
     PaddedArray,
@@ -39,7 +39,7 @@ from layoutmap.engines.jax.padded import (
     wrap_padded_array,
 )
 from layoutmap.engines.jax.trees import move_to_memory
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.patches import set_attribute_temporarily
 
 PRIVATE_NAMES = ((keras.Model, ("_get_jax_state", "_purge_model_variables", "_make_function")),)
 State = Sequence[Sequence[Any]]
@@ -49,40 +49,41 @@ _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEP
 
 
 # A keras `Distribution` is global and refuses uneven batches, so wrap methods instead (decisions/0007).
-def make_training_wrappers(model: keras.Model, session: KerasSession) -> WrappedMethods:
-    """Return wrappers of a model's methods that place batches, keep layouts, and restore values after a failure."""
-    last_values = _LastValues(model)
+def wrap_training_methods(model: keras.Model, session: KerasSession) -> WrappedMethods:
+    """Return wrappers of a model's methods, by name. They place batches, keep layouts, and undo failed steps."""
+    last_values = _LastVariableValues(model)
     wrappers: dict[str, Method] = {
-        name: _wrap_entry_method(getattr(model, name), last_values) for name in _ENTRIES
+        name: _wrap_to_restore_after_failure(getattr(model, name), last_values) for name in _ENTRIES
     }
     if session.context.spans_processes:
         wrappers |= {
-            name: wrap_failure_report(wrappers[name], session, name)
+            name: wrap_to_report_failure(wrappers[name], session, name)
             for name in ("fit", "evaluate", "predict")
         }
     wrappers |= {
-        f"{name}_step": _keep_step_layouts(model, getattr(model, f"{name}_step"), session) for name in _STEPS
+        f"{name}_step": _wrap_step_to_keep_layouts(model, getattr(model, f"{name}_step"), session)
+        for name in _STEPS
     }
 
-    schedule = CallSchedule()
+    schedule = CallComparisonSchedule()
 
     def make_step(step_name: str, make_keras_step: Callable[[], Method]) -> Method:
         # `compile` may change the loss, but jax.jit caches traces by function, so make a new function.
         kept = getattr(model, f"{step_name}_step")
         renewed = functools.wraps(kept)(lambda *arguments: kept(*arguments))
-        with set_temporarily(model, f"{step_name}_step", renewed):
-            return _make_placing_step(make_keras_step(), session, step_name, schedule)
+        with set_attribute_temporarily(model, f"{step_name}_step", renewed):
+            return _make_batch_placing_step(make_keras_step(), session, step_name, schedule)
 
-    wrappers = make_step_wrappers(model, session, schedule, make_step, wrappers)
-    wrappers["_get_jax_state"] = last_values.wrap_get_state(model._get_jax_state)
-    wrappers["jax_state_sync"] = last_values.wrap_state_sync(model.jax_state_sync)
-    wrappers["_make_function"] = last_values.wrap_make_function(model._make_function, session)
+    wrappers = wrap_step_factories(model, session, schedule, make_step, wrappers)
+    wrappers["_get_jax_state"] = last_values.wrap_get_jax_state(model._get_jax_state)
+    wrappers["jax_state_sync"] = last_values.wrap_jax_state_sync(model.jax_state_sync)
+    wrappers["_make_function"] = last_values.wrap_keras_make_function(model._make_function, session)
     return wrappers
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["rows"])
 @dataclass(frozen=True)
-class _PaddedRows:
+class _RowPaddedArray:
     """Hold an array of a batch that is padded with rows of zeros, so that all devices get equally many rows."""
 
     array: jax.Array
@@ -92,7 +93,7 @@ class _PaddedRows:
 def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = False) -> Any:
     """Return a batch on the mesh. Arrays are sharded along the first axis, or replicated if that is uneven.
 
-    With `pad_rows`, numpy arrays with uneven rows become `_PaddedRows`, from which a step takes the arrays'
+    With `pad_rows`, numpy arrays with uneven rows become `_RowPaddedArray`, from which a step takes the arrays'
     own rows (decisions/0295). All arrays are placed at once. A sparse array is replicated, because it is one list of
     elements of all rows.
     """
@@ -126,14 +127,14 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
     else:
         with leave_ambient_mesh():
             placed = iter(_compile_placement(tuple(shardings))(*arrays))
-    placed = (x if rows is None else _PaddedRows(x, rows) for x, rows in zip(placed, padded, strict=True))
+    placed = (x if rows is None else _RowPaddedArray(x, rows) for x, rows in zip(placed, padded, strict=True))
     return keras.tree.map_structure(
         lambda leaf: next(placed) if hasattr(leaf, "shape") else leaf, batch, none_is_leaf=True
     )
 
 
 def _pad_batch_shape(shape: tuple[int, ...], session: KerasSession) -> tuple[int, ...]:
-    """Return a shape with rows padded to even shards, or unchanged with explicit axes, where JAX cannot unpad."""
+    """Return a shape with rows padded to even shards, or unchanged on explicit mesh axes, where JAX cannot unpad."""
     policy = session.policy
     if policy.batch_dim is None or not shape or policy.mesh.explicit_dims:
         return shape
@@ -142,7 +143,7 @@ def _pad_batch_shape(shape: tuple[int, ...], session: KerasSession) -> tuple[int
 
 @functools.lru_cache(maxsize=64)
 def _compile_placement(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Compile a function that places numpy arrays, because `jax.jit` takes half the time of `jax.device_put`."""
+    """Return a compiled function that moves numpy arrays to `shardings`, in half the time of `jax.device_put`."""
     return jax.jit(lambda *arrays: arrays, in_shardings=shardings, out_shardings=shardings)
 
 
@@ -150,7 +151,7 @@ def _compile_placement(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable
 
 
 # Keras removes the values of variables during a step, so keep them in case the step fails (decisions/0007).
-class _LastValues:
+class _LastVariableValues:
     """Keep the last values of a model's variables, which Keras removes during a step."""
 
     def __init__(self, model: keras.Model) -> None:
@@ -158,15 +159,15 @@ class _LastValues:
         self._values: State = ()
         self.depth = 0  # nesting depth: `fit` calls evaluate, and callbacks may predict
 
-    def wrap_get_state(self, original: Method) -> Method:
-        """Return a `_get_jax_state` that records the values before it removes them from the variables."""
+    def wrap_get_jax_state(self, original: Method) -> Method:
+        """Wrap `_get_jax_state` to record the values of the model's variables before Keras removes them."""
 
         @functools.wraps(original)
         def get_state(purge_model_variables: bool = False, **groups: bool) -> State:
             _copy_shared_buffers(
                 variable for group in _list_variable_groups(self._model, 4) for variable in group
             )
-            with _use_stored_values():
+            with _make_variables_return_stored_arrays():
                 state = tuple(list(map(unwrap_padded_array, group)) for group in original(**groups))
             self._record_values(state)
             if purge_model_variables:
@@ -175,31 +176,31 @@ class _LastValues:
 
         return get_state
 
-    def wrap_make_function(self, original: Method, session: KerasSession) -> Method:
-        """Return a `_make_function` with which steps record the values that they return."""
+    def wrap_keras_make_function(self, original: Method, session: KerasSession) -> Method:
+        """Wrap `_make_function` of Keras so that each step records the new values of variables that it returns."""
 
         @functools.wraps(original)
         def make_recording_function(step: Method, *args: object, **kwargs: object) -> object:
             if session.context.spans_processes and hasattr(step, "lower"):
                 step = _wrap_to_compare_programs(step, session)
 
-            def run_and_record(state: State, data: object) -> object:
+            def run_and_record_values(state: State, data: object) -> object:
                 result, new = step(state, data)
                 self._record_values(new)
                 return result, new
 
-            return original(run_and_record, *args, **kwargs)
+            return original(run_and_record_values, *args, **kwargs)
 
         return make_recording_function
 
-    def wrap_state_sync(self, original: Method) -> Method:
-        """Return a `jax_state_sync` that gives variables the padded arrays that steps return."""
+    def wrap_jax_state_sync(self, original: Method) -> Method:
+        """Wrap `jax_state_sync` to turn padded arrays that a step returns into the `PaddedArray`s of variables."""
 
         @functools.wraps(original)
         def sync_state() -> None:
             model = self._model
             if getattr(model, "_jax_state", None) and not model._jax_state_synced:
-                owners = _name_variable_groups(model)
+                owners = _list_variable_groups_by_name(model)
                 model._jax_state = {
                     name: values
                     and [wrap_padded_array(x, v.shape) for x, v in zip(values, owners[name], strict=True)]
@@ -214,7 +215,7 @@ class _LastValues:
         if self.depth:
             self._values = state
 
-    def restore_values(self, error: BaseException) -> None:
+    def restore_lost_values(self, error: BaseException) -> None:
         """Give variables that lost their value the last recorded one. Add a note to `error` if that is lost, too."""
         lost = False
         for values, variables in zip(
@@ -244,14 +245,14 @@ def _has_lost_values(array: jax.Array) -> bool:
         return True
 
 
-def _name_variable_groups(model: keras.Model) -> dict[str, list[keras.Variable]]:
-    """Return the lists of a model's variables, by the name that each list has in the model's JAX state."""
+def _list_variable_groups_by_name(model: keras.Model) -> dict[str, list[keras.Variable]]:
+    """Return a dict from the name of a list in a model's JAX state to the variables that have their values in it."""
     names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
     return dict(zip(names, _list_variable_groups(model, 4), strict=True))
 
 
 def _list_variable_groups(model: keras.Model, num_groups: int) -> list[list[keras.Variable]]:
-    """Return the lists of a model's variables for which a state of `num_groups` lists has values."""
+    """Return lists of a model's variables, one for each list of values in a Keras state with `num_groups` lists."""
     groups = [model.trainable_variables, model.non_trainable_variables]
     if num_groups > 3:
         groups.append(getattr(getattr(model, "optimizer", None), "variables", []))
@@ -268,77 +269,79 @@ def _copy_shared_buffers(variables: Iterable[keras.Variable]) -> None:
 
 
 def read_training_state(model: keras.Model) -> tuple[list[jax.Array], ...]:
-    """Return the values that a model's training step takes."""
+    """Return the arrays of a model's variables, in the lists that the model's training step takes."""
     return tuple(
         [unwrap_padded_array(read_stored_array(variable)) for variable in group]
         for group in _list_variable_groups(model, 4)
     )
 
 
-_has_stored_values: ContextVar[bool] = ContextVar("_has_stored_values", default=False)
+_returns_stored_arrays: ContextVar[bool] = ContextVar("_returns_stored_arrays", default=False)
 
 
 @contextmanager
-def _use_stored_values() -> Generator[None]:
+def _make_variables_return_stored_arrays() -> Generator[None]:
     """Make variables return their stored arrays, also padded ones, until the block ends."""
-    token = _has_stored_values.set(True)
+    token = _returns_stored_arrays.set(True)
     try:
         yield
     finally:
-        _has_stored_values.reset(token)
+        _returns_stored_arrays.reset(token)
 
 
 def read_stored_array(variable: keras.Variable) -> Any:
     """Return the array that a variable stores, which may be a `PaddedArray`."""
-    with _use_stored_values():
+    with _make_variables_return_stored_arrays():
         return variable.value
 
 
 def read_unpadded_value(variable: keras.Variable, value: Any) -> Any:
-    """Return a variable's unpadded value in device memory, or its stored one in `_use_stored_values`."""
+    """Return a variable's unpadded value in device memory, or `value` itself while stored arrays are being read."""
     if isinstance(value, PaddedArray):
-        if _has_stored_values.get():
+        if _returns_stored_arrays.get():
             return value
         value = value.__jax_array__()
-    if isinstance(value, jax.Array) and not _has_stored_values.get():
+    if isinstance(value, jax.Array) and not _returns_stored_arrays.get():
         value = move_to_memory(value, "device")
     return type(variable)._maybe_autocast(variable, value)
 
 
-def _wrap_entry_method(method: Method, last_values: _LastValues) -> Method:
-    """Wrap `fit` or a similar method to leave the mesh of `jax.set_mesh`, and restore weights after a failure."""
+def _wrap_to_restore_after_failure(method: Method, last_values: _LastVariableValues) -> Method:
+    """Wrap `fit` or a similar method to leave the mesh of `jax.set_mesh`, and to restore values after a failure."""
 
     @functools.wraps(method)
-    def call_entry(*args: object, **kwargs: object) -> object:
+    def call_and_restore_after_failure(*args: object, **kwargs: object) -> object:
         last_values.depth += 1
         try:
             with leave_ambient_mesh():
                 return method(*args, **kwargs)
         except BaseException as error:
-            last_values.restore_values(error)
+            last_values.restore_lost_values(error)
             raise
         finally:
             last_values.depth -= 1
             if not last_values.depth:
                 last_values.release_values()
 
-    return call_entry
+    return call_and_restore_after_failure
 
 
 # -- steps
 
 
-def _make_placing_step(step: Method, session: KerasSession, step_name: str, schedule: CallSchedule) -> Method:
-    """Return a step that places the batches of its data on the mesh."""
+def _make_batch_placing_step(
+    step: Method, session: KerasSession, step_name: str, schedule: CallComparisonSchedule
+) -> Method:
+    """Return a step that first places the batches that it gets on the mesh."""
     if session.context.spans_processes:
-        return _make_multiprocess_step(step, ProcessRows(session, step_name, schedule), step_name, session)
+        return _make_multiprocess_step(step, RowDivider(session, step_name, schedule), step_name, session)
     pad_on_mesh = functools.partial(place_on_mesh, pad_rows=True)
-    place = _copy_numpy_batch if session.policy.mesh.size == 1 else pad_on_mesh
+    place = _copy_or_place_batch if session.policy.mesh.size == 1 else pad_on_mesh
     return lambda state, data: step(state, (place(batch, session) for batch in data))
 
 
-def _copy_numpy_batch(batch: object, session: KerasSession) -> Any:
-    """Copy a numpy batch, because `jax.jit` places it faster on one device. Place other batches on the mesh."""
+def _copy_or_place_batch(batch: object, session: KerasSession) -> Any:
+    """Return a copy of a numpy batch, which `jax.jit` places faster on one device. Place others on the mesh."""
     if type(batch) is tuple and all(leaf is None or type(leaf) is np.ndarray for leaf in batch):
         return tuple(None if leaf is None else leaf.copy() for leaf in batch)
     return place_on_mesh(batch, session)
@@ -359,43 +362,47 @@ def _wrap_to_compare_programs(step: Any, session: KerasSession) -> Method:
     return run_after_comparing_programs
 
 
-def _make_multiprocess_step(step: Method, rows: ProcessRows, step_name: str, session: KerasSession) -> Method:
-    """Return a step for several processes. It returns to each process the predictions of its own rows."""
+def _make_multiprocess_step(
+    step: Method, row_divider: RowDivider, step_name: str, session: KerasSession
+) -> Method:
+    """Return a step for several processes, in which each passes its own rows, and gets the predictions of these."""
 
     def run_on_own_rows(state: State, data: Iterator[object]) -> object:
-        rows.num_placed_rows.clear()
+        row_divider.num_placed_rows.clear()
         whole = session.thread_state.has_whole_batch
-        batches = _place_whole_batches(data, session) if whole else rows.assemble_batches(data)
+        batches = _place_whole_batches(data, session) if whole else row_divider.assemble_batches(data)
         outputs, new = step(state, batches)
-        if rows.is_on_cpus:  # on CPUs, this step and the next comparison of batches could deadlock, so wait
+        if (
+            row_divider.is_on_cpus
+        ):  # on CPUs, this step and the next comparison of batches could deadlock, so wait
             jax.block_until_ready((outputs, new))
-        return (rows.extract_own_rows(outputs), new) if step_name == "predict" else (outputs, new)
+        return (row_divider.extract_own_rows(outputs), new) if step_name == "predict" else (outputs, new)
 
     return run_on_own_rows
 
 
-def _place_whole_batches(data: Iterable[object], session: KerasSession) -> Iterator[object]:
-    """Yield batches on the mesh, of which each process passes all rows. With `check_batches`, compare them first."""
-    for batch in data:
-        compare_batches(batch, session)
+def _place_whole_batches(batches: Iterable[object], session: KerasSession) -> Iterator[object]:
+    """Yield batches on the mesh that each process passes as a whole. With `check_batches`, first compare them."""
+    for batch in batches:
+        compare_between_processes(batch, session)
         yield place_on_mesh(batch, session)
 
 
-def _keep_step_layouts(model: keras.Model, original: Method, session: KerasSession) -> Method:
-    """Return a step that returns new variable values in the layouts of their variables."""
+def _wrap_step_to_keep_layouts(model: keras.Model, original: Method, session: KerasSession) -> Method:
+    """Wrap a model's step to return the new values of variables in the layouts of the variables."""
 
     @functools.wraps(original)
     def run_step_in_layouts(state: State, data: object) -> object:
         groups = _list_variable_groups(model, len(state))
-        batch = jax.tree.map(_remove_padded_rows, data, is_leaf=_is_padded_rows)
+        batch = jax.tree.map(_remove_padding_rows, data, is_leaf=_is_row_padded_array)
         result, new = original(tuple(map(_unpad_values, state, groups)), batch)
-        # Programs return only even shards, so if the batch has padded rows, the result needs a different layout.
-        has_padded_rows = any(map(_is_padded_rows, jax.tree.leaves(data, is_leaf=_is_padded_rows)))
+        # A compiled step can return only even shards, so relay out the result if padded rows were removed.
+        has_padded_rows = any(map(_is_row_padded_array, jax.tree.leaves(data, is_leaf=_is_row_padded_array)))
         # A process can read only arrays on its own devices, so place rows and scalars of the result there.
         if session.context.spans_processes or has_padded_rows:
             by_rows = original.__name__ == "predict_step"
             result = keras.tree.map_structure(
-                lambda array: _shard_on_own_devices(array, session, by_rows), result
+                lambda array: _constrain_to_readable_layout(array, session, by_rows), result
             )
         if original.__name__ == "predict_step":
             return result, _constrain_values(new, model.non_trainable_variables)
@@ -404,17 +411,17 @@ def _keep_step_layouts(model: keras.Model, original: Method, session: KerasSessi
     return run_step_in_layouts
 
 
-def _is_padded_rows(leaf: object) -> bool:
-    return isinstance(leaf, _PaddedRows)
+def _is_row_padded_array(leaf: object) -> bool:
+    return isinstance(leaf, _RowPaddedArray)
 
 
-def _remove_padded_rows(leaf: Any) -> Any:
+def _remove_padding_rows(leaf: Any) -> Any:
     """Return a leaf of a batch without the rows that pad it."""
-    return leaf.array[: leaf.rows] if isinstance(leaf, _PaddedRows) else leaf
+    return leaf.array[: leaf.rows] if isinstance(leaf, _RowPaddedArray) else leaf
 
 
-def _shard_on_own_devices(array: object, session: KerasSession, by_rows: bool) -> object:
-    """Constrain a step's result so that each process can read it: by rows if `by_rows`, otherwise replicated."""
+def _constrain_to_readable_layout(array: object, session: KerasSession, by_rows: bool) -> object:
+    """Return a step's result in a layout that each process can read: sharded by rows, or replicated."""
     if not isinstance(array, jax.Array):
         return array  # a custom step may return numbers, which have no layout
     layout = (
@@ -432,11 +439,11 @@ def _unpad_values(values: Sequence[jax.Array], variables: Sequence[keras.Variabl
 
 
 def _constrain_values(values: Sequence[jax.Array], variables: Sequence[keras.Variable]) -> list[jax.Array]:
-    return list(map(constrain_value, values, variables))
+    return list(map(constrain_to_layout, values, variables))
 
 
-def constrain_value(array: Any, variable: keras.Variable) -> jax.Array:
-    """Return an array in a step in a variable's layout, padded if needed. Without a layout, return it unchanged."""
+def constrain_to_layout(array: Any, variable: keras.Variable) -> jax.Array:
+    """Return an array of a step in a variable's layout, padded if needed. Without a layout, return it unchanged."""
     layout = variable._layout
     if not isinstance(layout, jax.sharding.NamedSharding):
         return array

@@ -22,35 +22,35 @@ import keras
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import (
+    compare_and_place_batch,
     compute_on_mesh,
     is_building_eagerly,
     make_weight_reader,
-    place_on_mesh,
-    relayout_gradient_as_read,
+    relayout_gradient_to_read_layout,
     wrap_call_on_mesh,
 )
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
-from layoutmap.adapters.keras.backends.tensorflow_gathering import RegatheredFunction
+from layoutmap.adapters.keras.backends.tensorflow_gathering import RecompiledFunction
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import wrap_apply, wrap_assign, wrap_var_key
-from layoutmap.adapters.keras.backends.tensorflow_steps import DisabledGraphOptimizer, make_training_wrappers
+from layoutmap.adapters.keras.backends.tensorflow_steps import DisabledGraphOptimizer, wrap_training_methods
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
-    explain_refusals,
-    find_unsupported_ops,
-    make_generate_refusal,
+    find_unsupported_features,
+    make_function_that_refuses_generate,
+    translate_refusals,
 )
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
-    call_custom_train_step,
     compute_loss,
     create_training_variables,
     has_custom_train_step,
-    keep_model_state,
+    preserve_model_state,
+    record_custom_train_step,
 )
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.patches import set_temporarily, wrap_in_context
+from layoutmap.engines.patches import set_attribute_temporarily, wrap_in_context
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 LossesAndGradients = tuple[dict[str, Any], list[Any]]
@@ -63,8 +63,8 @@ class TensorFlowBackend(Backend):
     make_unsharded_tensor = staticmethod(tf.constant)
     single_scope_steps = MappingProxyType(dict.fromkeys(("train_step", "test_step", "predict_step"), False))
     unsupported_board_options = ("histogram_freq", "write_images")
-    make_training_wrappers = staticmethod(make_training_wrappers)
-    find_unsupported_ops = staticmethod(find_unsupported_ops)
+    wrap_training_methods = staticmethod(wrap_training_methods)
+    find_unsupported_features = staticmethod(find_unsupported_features)
     global_init_reasons = MappingProxyType(
         {
             "Orthogonal": "the QR decomposition of an orthogonal matrix needs the whole matrix",
@@ -73,8 +73,8 @@ class TensorFlowBackend(Backend):
         }
     )
 
-    def list_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
-        """Return the private names of TensorFlow and Keras listed at the top of this file, by class."""
+    def list_required_private_names(self) -> Sequence[tuple[object, Sequence[str]]]:
+        """Return pairs of a class or module and the names in it that this backend uses or replaces."""
         return [(keras.Optimizer, ("_var_key",)), *REPLACED]
 
     @contextmanager
@@ -88,16 +88,16 @@ class TensorFlowBackend(Backend):
         return not tf.executing_eagerly()
 
     def store_value(self, variable: Any, value: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Store a `DVariable` that is read in layouts that operations support. Return the new `_layout` tag."""
+        """Store a `DVariable` that is read in supported layouts. Return the new `_layout`, which identifies it."""
         if not assignment.layout.is_fully_replicated() or is_building_eagerly():
             value.value = make_weight_reader(value, assignment.layout, session)
-        tag = object()
-        variable._layout = tag
+        keras_layout = object()
+        variable._layout = keras_layout
         variable._value = value
-        return tag
+        return keras_layout
 
-    def update_references(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
-        """Update the keys of optimizers' variables, because each `tf.Variable` was replaced."""
+    def track_new_values(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
+        """Update the keys under which optimizers find variables, because each `tf.Variable` was replaced."""
         for optimizer in optimizers:
             for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
                 if each is not None and each.built and hasattr(each, "_trainable_variables_indices"):
@@ -113,20 +113,22 @@ class TensorFlowBackend(Backend):
         as_it_is = session.thread_state.is_exporting or session.thread_state.gathering_level
         return array if as_it_is else constrain_layout(array, layout)
 
-    def make_layer_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
-        """Return wrappers of a layer's methods with which eager calls with unsharded tensors run on the mesh."""
+    def wrap_layer_methods(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of a layer's methods, by name, that run eager calls with unsharded tensors on the mesh."""
         wrappers = {name: wrap_call_on_mesh(layer, session, name) for name in CALLS}
         # With LoRA, saving computes the kernel from sharded weights, so it runs on the mesh.
         wrappers["save_own_variables"] = compute_on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
-            as_one_device = functools.partial(set_temporarily, session.thread_state, "is_exporting", True)
+            as_one_device = functools.partial(
+                set_attribute_temporarily, session.thread_state, "is_exporting", True
+            )
             wrappers["export"] = wrap_in_context(layer.export, as_one_device)
             if hasattr(layer, "make_generate_function"):  # it is a task model of keras-hub
-                wrappers["make_generate_function"] = make_generate_refusal(layer)
+                wrappers["make_generate_function"] = make_function_that_refuses_generate(layer)
         return wrappers
 
-    def make_optimizer_wrappers(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
-        """Return wrappers of an optimizer's methods with which updates and slots are computed on the mesh."""
+    def wrap_optimizer_methods(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
+        """Return wrappers of an optimizer's methods, by name. They compute updates and slots on the mesh."""
         add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
         assigns = ("assign", "assign_add", "assign_sub")
         return {
@@ -136,46 +138,48 @@ class TensorFlowBackend(Backend):
             **{name: wrap_assign(getattr(optimizer, name), session) for name in assigns},
         }
 
-    def compute_gradients(
+    def compute_losses_and_gradients(
         self, model: keras.Model, x: object, y: object, sample_weight: object
     ) -> LossesAndGradients:
-        """Return the training losses by name, and their gradients, as numpy arrays."""
+        """Return a dict of the training losses, and a list of their gradients, as numpy arrays."""
         session = get_session(model)
         batch = (x, y, sample_weight)
         # The gradient may be traced several times, and each trace would create loss trackers, so create them first.
         create_training_variables(model, session, batch)
         if session is not None:
-            batch = place_on_mesh(batch, session)
+            batch = compare_and_place_batch(batch, session)
 
-        def compute_losses_and_gradients(batch: object) -> LossesAndGradients:
+        def compute_for_batch(batch: object) -> LossesAndGradients:
             held = [v.value for v in model.trainable_variables]
             losses, found = (
-                call_custom_train_step(model, batch)
+                record_custom_train_step(model, batch)
                 if has_custom_train_step(model)
-                else _compute_loss_gradients(model, held, batch)
+                else _compute_loss_and_gradients(model, held, batch)
             )
             gradients = [None if each is None else tf.convert_to_tensor(each) for each in found]
             if session is not None:
                 pairs = zip(gradients, held, strict=True)
-                gradients = [None if g is None else relayout_gradient_as_read(g, h) for g, h in pairs]
+                gradients = [None if g is None else relayout_gradient_to_read_layout(g, h) for g, h in pairs]
             return losses, gradients
 
-        compile_gradient = functools.partial(tf.function, compute_losses_and_gradients, autograph=False)
+        compile_gradient = functools.partial(tf.function, compute_for_batch, autograph=False)
         what = f"{model.name}: the gradient"
-        with keep_model_state(model), explain_refusals(what), contextlib.ExitStack() as stack:
+        with preserve_model_state(model), translate_refusals(what), contextlib.ExitStack() as stack:
             if session is not None:
                 stack.enter_context(DisabledGraphOptimizer(session))
                 stack.enter_context(compute_on_mesh(session))
             run = (
-                compile_gradient() if session is None else RegatheredFunction(compile_gradient, session, what)
+                compile_gradient() if session is None else RecompiledFunction(compile_gradient, session, what)
             )
             losses, gradients = run(batch)
         numbers = {name: _convert_to_numpy(each, session) for name, each in losses.items()}
         return numbers, [_convert_to_numpy(gradient, session) for gradient in gradients]
 
 
-def _compute_loss_gradients(model: keras.Model, weights: list[tf.Variable], batch: Any) -> LossesAndGradients:
-    """Return the loss of a batch by name, and a list of its gradients: zeros for weights that do not affect it."""
+def _compute_loss_and_gradients(
+    model: keras.Model, weights: list[tf.Variable], batch: Any
+) -> LossesAndGradients:
+    """Return a dict with the loss of a batch, and its gradients: zeros for weights that do not affect it."""
     with tf.GradientTape() as tape:
         loss = compute_loss(model, batch)
     return {"loss": loss}, tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)

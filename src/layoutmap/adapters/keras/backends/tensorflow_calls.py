@@ -15,39 +15,42 @@ import tensorflow as tf
 from layoutmap.adapters.keras.backends.tensorflow_functions import replace_unsupported_functions
 from layoutmap.adapters.keras.backends.tensorflow_gathering import (
     GatheringLevel,
-    has_fixed_layouts,
-    relayout_layer_values,
+    allows_only_batch_layout,
+    relayout_to_batch_layout,
     relayout_with_gradient,
 )
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_refusals, get_layout_converter
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
+    get_layout_converter,
+    translate_refusals,
+)
 from layoutmap.adapters.keras.call_stack import is_building_layer
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.training import compare_batches, place_batch
+from layoutmap.adapters.keras.training import compare_between_processes, place_batch
 from layoutmap.adapters.keras.wraps import get_call_method
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
-from layoutmap.engines.agreement import CallSchedule
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.agreement import CallComparisonSchedule
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.tensorflow.constraints import constrain_layout
-from layoutmap.engines.tensorflow.traces import relayout_captured_arrays
+from layoutmap.engines.tensorflow.traces import copy_captured_arrays_to_mesh
 
 dtensor = tf.experimental.dtensor
 
 
 def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
-    """Return a layer's `call` that, in the outermost layer, moves inputs to the mesh and results back."""
-    original = _wrap_weight_reads(layer, session, method_name)
+    """Wrap a layer's `call`. If no other call is running, it moves inputs to the mesh, and results back."""
+    original = _wrap_call_with_readable_weights(layer, session, method_name)
 
     @functools.wraps(original)
     def call_on_mesh(*args: object, **kwargs: object) -> object:
         here = session.thread_state
         if here.is_exporting or here.call_depth or in_stateless_scope():
             return original(*args, **kwargs)
-        with set_temporarily(here, "call_depth", here.call_depth + 1), compute_on_mesh(session):
+        with set_attribute_temporarily(here, "call_depth", here.call_depth + 1), compute_on_mesh(session):
             if not tf.executing_eagerly():
                 results = original(*args, **kwargs)
-                relayout_captured_arrays(functools.partial(replicate_tensor, session=session))
+                copy_captured_arrays_to_mesh(functools.partial(replicate_tensor, session=session))
                 return results
             session.raise_if_plan_only(layer.name)
             has_unsharded = any(map(is_unsharded_array, keras.tree.flatten((args, kwargs))))
@@ -55,7 +58,8 @@ def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: st
             with session.lock:
                 if has_unsharded:
                     args, kwargs = place_batch(convert_sparse_inputs((args, kwargs), layer), session)
-                with explain_refusals(f"{layer.name}: the call"), session.engine.run_on(session.policy.mesh):
+                on_mesh = session.engine.run_on(session.policy.mesh)
+                with translate_refusals(f"{layer.name}: the call"), on_mesh:
                     results = original(*args, **kwargs)
                 if not has_unsharded:
                     return results
@@ -64,22 +68,26 @@ def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: st
     return call_on_mesh
 
 
-def _wrap_weight_reads(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
-    """Wrap a layer's `call` so that weights are read in layouts with which DTensor can compute the layer."""
+def _wrap_call_with_readable_weights(
+    layer: keras.Layer, session: KerasSession, method_name: str
+) -> Callable[..., object]:
+    """Wrap a layer's `call` so that the layer reads its weights in layouts that DTensor supports for it."""
     original = get_call_method(layer, method_name)
 
     @functools.wraps(original)
-    def call_with_weight_layouts(*args: object, **kwargs: object) -> object:
-        with set_temporarily(session.thread_state, "to_reading_layout", get_layout_converter(layer)):
-            if not session.thread_state.call_depth or not has_fixed_layouts(layer, session):
+    def call_with_readable_weights(*args: object, **kwargs: object) -> object:
+        with set_attribute_temporarily(
+            session.thread_state, "to_reading_layout", get_layout_converter(layer)
+        ):
+            if not session.thread_state.call_depth or not allows_only_batch_layout(layer, session):
                 return original(*args, **kwargs)
-            args, kwargs = relayout_layer_values((args, kwargs), session)
+            args, kwargs = relayout_to_batch_layout((args, kwargs), session)
             results = original(*args, **kwargs)
             # At the level AS_PLANNED, only recurrent layers get here, and DTensor may choose their outputs' layout.
             gathers = session.thread_state.gathering_level
-            return relayout_layer_values(results, session) if gathers else results
+            return relayout_to_batch_layout(results, session) if gathers else results
 
-    return call_with_weight_layouts
+    return call_with_readable_weights
 
 
 @contextmanager
@@ -90,7 +98,7 @@ def compute_on_mesh(session: KerasSession) -> Generator[None]:
 
 
 def make_weight_reader(variable: Any, layout: Layout, session: KerasSession) -> Callable[[], tf.Tensor]:
-    """Return a function that reads a sharded weight in a layout with which operations can compute.
+    """Return a function that reads a sharded weight in a layout that DTensor's operations support.
 
     The weight is gathered over the dim of the batch, because DTensor cannot sum over an axis that two operands shard
     over different dims. It is gathered over all dims if the layer that is being called needs that.
@@ -108,7 +116,7 @@ def make_weight_reader(variable: Any, layout: Layout, session: KerasSession) -> 
             wanted = Layout.replicated(layout.mesh, layout.rank)
         variable.read_layout = wanted
         if session.thread_state.gathering_level:
-            # Relay out the gradient, too. The optimizer relays out gradients from outside layers, as of regularizers.
+            # Relay out this gradient, too. The optimizer relays out others, such as those of regularizers.
             return relayout_with_gradient(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 
@@ -128,7 +136,7 @@ def is_unsharded_array(value: object) -> bool:
 
 
 def convert_sparse_inputs(values: object, layer: keras.Layer) -> Any:
-    """Return nested inputs with sparse tensors made dense, because DTensor has no sparse ones. Warn of each."""
+    """Return nested inputs with dense tensors instead of sparse ones, which DTensor lacks. Warn of each."""
 
     def convert_to_dense(value: object) -> object:
         if not isinstance(value, tf.SparseTensor):
@@ -166,17 +174,19 @@ def replicate_tensor(value: Any, session: KerasSession) -> Any:
     return constrain_layout(value, session.policy.make_replicated_layout(len(value.shape)))
 
 
-def relayout_gradient_as_read(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
+def relayout_gradient_to_read_layout(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
     """Return a gradient in the layout in which a layer read the weight, or unchanged if no layer read it."""
     return gradient if variable.read_layout is None else constrain_layout(gradient, variable.read_layout)
 
 
-def place_on_mesh(batch: object, session: KerasSession, schedule: CallSchedule | None = None) -> Any:
-    """Return a batch on the mesh, after `compare_batches` compared it between the processes."""
+def compare_and_place_batch(
+    batch: object, session: KerasSession, schedule: CallComparisonSchedule | None = None
+) -> Any:
+    """Compare a batch between the processes, and return it on the mesh."""
 
     def convert_to_numpy(value: object) -> object:
         return value.numpy() if isinstance(value, tf.Tensor) and is_unsharded_array(value) else value
 
     batch = keras.tree.map_structure(convert_to_numpy, batch, none_is_leaf=True)
-    compare_batches(batch, session, schedule)
+    compare_between_processes(batch, session, schedule)
     return place_batch(batch, session)

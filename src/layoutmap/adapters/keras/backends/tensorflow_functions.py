@@ -48,7 +48,7 @@ from tensorflow.python.ops import array_ops
 from layoutmap.adapters.keras.backends import tensorflow_windows
 from layoutmap.adapters.keras.backends.tensorflow_products import compute_einsum
 from layoutmap.adapters.keras.backends.tensorflow_windows import Original
-from layoutmap.engines.patches import AttributePatch, Patches, set_temporarily
+from layoutmap.engines.patches import AttributePatch, Patches, set_attribute_temporarily
 
 Replicate = Callable[[object], Any]  # returns a replicated tensor
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
@@ -75,12 +75,12 @@ _current = threading.local()
 @contextmanager
 def replace_unsupported_functions(replicate: Replicate) -> Generator[None]:
     """Make Keras on this thread compute with operations that DTensor supports until the block ends."""
-    with _PATCHES.activate(), set_temporarily(_current, "replicate", replicate):
+    with _PATCHES.activate(), set_attribute_temporarily(_current, "replicate", replicate):
         yield
 
 
 def _make_function_patch(module: object, name: str, replacement: Original) -> AttributePatch:
-    """Return a patch with which threads that compute on a mesh call `replacement` instead of a function."""
+    """Return a patch of a function. Threads that compute on a mesh then call `replacement` instead of it."""
 
     def make_wrapper(original: Original) -> Original:
         @functools.wraps(original)
@@ -97,7 +97,7 @@ def _make_function_patch(module: object, name: str, replacement: Original) -> At
 def _draw_replicated_array(
     original: Original, replicate: Replicate, *args: object, **kwargs: object
 ) -> object:
-    """Return a replicated random array, so that it does not depend on the mesh."""
+    """Return a replicated random array, so that its numbers do not depend on the mesh."""
     return replicate(original(*args, **kwargs))
 
 
@@ -120,14 +120,14 @@ def _divide_rows(original: Original, replicate: Replicate, x1: object, x2: tf.Te
     return original(x1, x2)
 
 
-def _concatenate_from_start(
+def _concatenate_along_nonnegative_axis(
     original: Original, replicate: Replicate, values: object, axis: object, name: str = "concat"
 ) -> object:
     rank = len(values[0].shape) if isinstance(values, list | tuple) and values else 0
     return original(values, axis % rank if rank and isinstance(axis, int) else axis, name)
 
 
-def _split_from_start(
+def _split_along_nonnegative_axis(
     original: Original,
     replicate: Replicate,
     value: tf.Tensor,
@@ -135,7 +135,7 @@ def _split_from_start(
     axis: object = 0,
     **kwargs: object,
 ) -> object:
-    # The gradient of a split is a concatenation. DTensor does it wrongly along negative axes, so use a positive one.
+    # The gradient of a split is a concatenation, which DTensor gets wrong along negative axes, so count from the start.
     axis = axis % len(value.shape) if isinstance(axis, int) else axis
     return original(value, num_or_size_splits, axis, **kwargs)
 
@@ -171,8 +171,8 @@ def _compute_unrolled_map(original: Original, replicate: Replicate, f: Original,
     )[1]
 
 
-def _make_replacement_by_name(name: str) -> Original:
-    """Return a replacement that calls `tensorflow_windows.compute_NAME` with the arguments of a call by name."""
+def _make_named_replacement(name: str) -> Original:
+    """Return the replacement of a function, which calls `tensorflow_windows.compute_NAME` with named arguments."""
     replacement = getattr(tensorflow_windows, f"compute_{name}")
 
     def call_replacement(original: Original, replicate: Replicate, *args: object, **kwargs: object) -> object:
@@ -188,25 +188,25 @@ _PATCHES = Patches(
         *(_make_function_patch(keras_random, name, _draw_replicated_array) for name in _RANDOM),
         _make_function_patch(keras_random, "dropout", _compute_dropout),
         _make_function_patch(keras_numpy, "divide", _divide_rows),
-        _make_function_patch(keras_numpy, "eye", _make_replacement_by_name("eye")),
-        _make_function_patch(tf, "concat", _concatenate_from_start),
+        _make_function_patch(keras_numpy, "eye", _make_named_replacement("eye")),
+        _make_function_patch(tf, "concat", _concatenate_along_nonnegative_axis),
         _make_function_patch(
             tf,
             "einsum",
             lambda original, replicate, *args, **kwargs: compute_einsum(original, *args, **kwargs),
         ),
-        _make_function_patch(tf, "split", _split_from_start),
+        _make_function_patch(tf, "split", _split_along_nonnegative_axis),
         _make_function_patch(tf, "TensorArray", _create_tensor_array),
-        *(_make_function_patch(tf, name, _make_replacement_by_name(name)) for name in _OF_ARRAYS),
-        _make_function_patch(array_ops, "strided_slice", _make_replacement_by_name("strided_slice")),
-        *(_make_function_patch(tf.linalg, name, _make_replacement_by_name(name)) for name in _OF_DIAGONALS),
-        *(_make_function_patch(keras_nn, name, _make_replacement_by_name(name)) for name in _OF_WINDOWS),
+        *(_make_function_patch(tf, name, _make_named_replacement(name)) for name in _OF_ARRAYS),
+        _make_function_patch(array_ops, "strided_slice", _make_named_replacement("strided_slice")),
+        *(_make_function_patch(tf.linalg, name, _make_named_replacement(name)) for name in _OF_DIAGONALS),
+        *(_make_function_patch(keras_nn, name, _make_named_replacement(name)) for name in _OF_WINDOWS),
         *(_make_function_patch(keras_backend, name, _unroll_loop) for name in _OF_TIME),
         _make_function_patch(keras_core, "map", _compute_unrolled_map),
         _make_function_patch(keras_core, "scan", _compute_unrolled_scan),
         _make_function_patch(
             keras_backend, "convert_to_numpy", lambda original, replicate, value: original(replicate(value))
         ),
-        _make_function_patch(tf.nn, "pool", _make_replacement_by_name("pool")),
+        _make_function_patch(tf.nn, "pool", _make_named_replacement("pool")),
     ]
 )

@@ -17,13 +17,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import find_refused_op, is_compiler_refusal
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import describe_refused_op, is_compiler_refusal
 from layoutmap.adapters.keras.describing import list_layer_paths
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.core.users_line import find_user_stacklevel
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
@@ -44,8 +44,8 @@ _DESCRIPTIONS: dict[int, str] = {
 _INNER = frozenset({"keras", "tensorflow"})
 
 
-class RegatheredFunction:
-    """Compile a function for the mesh, and again with more gathering as long as DTensor refuses it.
+class RecompiledFunction:
+    """Compile a function for the mesh. As long as DTensor refuses it, compile it again with more gathering.
 
     Later computations of the scope's models gather as much, because they have the same layers.
     """
@@ -54,41 +54,43 @@ class RegatheredFunction:
         self._compile_at_level = functools.cache(lambda level: compile_function())
         self._session = session
         self._description = description
-        self._is_looked_at = False
+        self._is_graph_checked = False
 
-    def trace_current(self, *args: object) -> Any:
-        """Return the trace of the function for some arguments, compiled at the session's gathering level."""
+    def trace_at_gathering_level(self, *args: object) -> Any:
+        """Return the function's trace for some arguments, compiled at the session's present gathering level."""
         with self._set_gathering_level():
             return self._compile_at_level(self._session.gathering_level).get_concrete_function(*args)
 
     def _set_gathering_level(self) -> AbstractContextManager[None]:
         """Make layers that this thread calls gather as much as the session needs so far, until the block ends."""
-        return set_temporarily(self._session.thread_state, "gathering_level", self._session.gathering_level)
+        return set_attribute_temporarily(
+            self._session.thread_state, "gathering_level", self._session.gathering_level
+        )
 
     def __call__(self, *args: object) -> Any:
         """Call the function. If DTensor refuses it, compile it again with more gathering."""
         before, operation_facts = self._session.gathering_level, dict[str, str]()
-        if not self._is_looked_at:
+        if not self._is_graph_checked:
             needed, operation_facts["operation"] = _find_needed_gathering_level(
-                self.trace_current(*args).graph
+                self.trace_at_gathering_level(*args).graph
             )
             self._session.gathering_level = max(needed, before)
-        self._is_looked_at = True
+        self._is_graph_checked = True
         while True:
             try:
                 with self._set_gathering_level():
                     result = self._compile_at_level(self._session.gathering_level)(*args)
             except tf.errors.OpError as error:
-                if "got a regular tensor" in error.message and self._replicate_captures(
-                    self.trace_current(*args)
+                if "got a regular tensor" in error.message and self._replicate_captured_tensors(
+                    self.trace_at_gathering_level(*args)
                 ):
                     continue
-                found = find_refused_op(
-                    error, self.trace_current(*args).graph, _describe_layers_by_name(self._session)
+                found = describe_refused_op(
+                    error, self.trace_at_gathering_level(*args).graph, _describe_layers_by_name(self._session)
                 )
                 if not is_compiler_refusal(error) or self._session.gathering_level == GatheringLevel.ALL:
                     self._session.gathering_level = before
-                    error.layoutmap_place = found  # `explain_refusals` reads this attribute
+                    error.layoutmap_place = found  # `translate_refusals` reads this attribute
                     raise
                 operation_facts = operation_facts if operation_facts.get("operation") else found
                 self._session.gathering_level = GatheringLevel(self._session.gathering_level + 1)
@@ -97,15 +99,15 @@ class RegatheredFunction:
                 _warn_of_gathering(self._description, operation_facts, self._session)
             return result
 
-    def _replicate_captures(self, function: Any) -> bool:
+    def _replicate_captured_tensors(self, traced_function: Any) -> bool:
         """Replicate unsharded tensors that a traced function captures, and return whether there were any."""
-        read = list(function.captured_inputs)
+        read = list(traced_function.captured_inputs)
         unsharded_indices = [i for i, each in enumerate(read) if _is_unsharded_tensor(each)]
         for i in unsharded_indices:
             read[i] = self._session.engine.relayout(
                 read[i], self._session.policy.make_replicated_layout(read[i].shape.rank)
             )
-        function.set_external_captures(read)
+        traced_function.set_external_captures(read)
         return bool(unsharded_indices)
 
 
@@ -115,7 +117,7 @@ def _is_unsharded_tensor(value: object) -> bool:
 
 
 def _describe_layers_by_name(session: KerasSession) -> dict[str, str]:
-    """Return, by layer name, a text with the layer's path and the layouts of sharded weights in and near it."""
+    """Return a dict from layer name to a text: the path, and the layouts of sharded weights in and near the layer."""
     layers = list_layer_paths(session.registry.list_layers())
     sharded: list[list[str]] = []
     for _, layer in layers:
@@ -144,7 +146,7 @@ def _warn_of_gathering(description: str, operation_facts: dict[str, str], sessio
 
 
 def _find_needed_gathering_level(graph: tf.Graph) -> tuple[GatheringLevel, str]:
-    """Return how much a graph must gather for DTensor to compute it correctly, and the type of the operation.
+    """Return the gathering level at which DTensor computes a graph correctly, and the type of an operation.
 
     The type is that of an operation that needs the level, or an empty text if nothing more must be gathered.
     """
@@ -161,7 +163,7 @@ def _find_needed_gathering_level(graph: tf.Graph) -> tuple[GatheringLevel, str]:
     return found
 
 
-def relayout_layer_values(values: object, session: KerasSession) -> Any:
+def relayout_to_batch_layout(values: object, session: KerasSession) -> Any:
     """Return a layer's inputs or outputs in the batch's layout, so that no other layout spreads between layers."""
 
     def relayout_value(value: object) -> object:
@@ -176,18 +178,18 @@ def relayout_with_gradient(value: tf.Tensor, layout: Layout) -> tf.Tensor:
     """Return a tensor in a layout. Its gradient gets the same layout."""
 
     @tf.custom_gradient
-    def constrain(tensor: tf.Tensor) -> Any:
+    def constrain_tensor(tensor: tf.Tensor) -> Any:
         def backward(upstream: tf.Tensor | tf.IndexedSlices) -> object:
             # Optimizers update single rows from IndexedSlices, as in unsharded Keras, so leave these unchanged.
             return upstream if isinstance(upstream, tf.IndexedSlices) else constrain_layout(upstream, layout)
 
         return constrain_layout(tensor, layout), backward
 
-    return constrain(value) if value.dtype.is_floating else constrain_layout(value, layout)
+    return constrain_tensor(value) if value.dtype.is_floating else constrain_layout(value, layout)
 
 
 def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
-    """Return a layout that shards only rows. It is replicated if they are not a batch's, or if all is gathered."""
+    """Return a layout that shards only rows. If they do not fit the batch's, or all is gathered, it is replicated."""
     policy = session.policy
     rows = policy.batches.get(True)
     gathers_all = session.thread_state.gathering_level == GatheringLevel.ALL
@@ -196,8 +198,8 @@ def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
     return Layout.batch_sharded(policy.mesh, policy.batch_dim, len(shape))
 
 
-def has_fixed_layouts(layer: keras.Layer, session: KerasSession) -> bool:
-    """Return whether only the layout of the batch may propagate into a layer at this gathering level."""
+def allows_only_batch_layout(layer: keras.Layer, session: KerasSession) -> bool:
+    """Return whether, at this gathering level, a layer's inputs and outputs may be sharded only along the batch."""
     if session.thread_state.gathering_level == GatheringLevel.AS_PLANNED:
         # A recurrent layer with sharded features would all-reduce in each time step, so replicate its features.
         return isinstance(layer, keras.layers.RNN)

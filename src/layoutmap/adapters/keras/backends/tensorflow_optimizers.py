@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import (
     compute_on_mesh,
-    relayout_gradient_as_read,
+    relayout_gradient_to_read_layout,
     replicate_tensor,
 )
 from layoutmap.adapters.keras.pending import is_pending
@@ -21,12 +21,12 @@ from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
-    """Wrap an optimizer's `_var_key` so that it initializes no variable."""
+    """Wrap an optimizer's `_var_key`, which returns a variable's key, so that it initializes no pending variable."""
     original = optimizer._var_key
 
     @functools.wraps(original)
     def get_key(variable: keras.Variable) -> object:
-        # Keras's key would initialize a pending variable, so use the id instead until `update_references` runs.
+        # Keras's key would initialize a pending variable, so use the id instead until `track_new_values` runs.
         return id(variable) if is_pending(variable) else original(variable)
 
     return get_key
@@ -65,14 +65,14 @@ def _relayout_gradient(
     if layout is None or not isinstance(gradient, tf.Tensor):
         return _replicate_row_updates(gradient, weight, session)
     held: Any = weight if isinstance(weight, tf.Variable) else weight.value
-    # DTensor computes the gradient in the layout in which the layer read the weight, so constrain it to that first.
-    gradient = constrain_layout(relayout_gradient_as_read(gradient, held), layout)
+    # DTensor computes the gradient in the layout in which the layer read the weight, so first constrain it to that.
+    gradient = constrain_layout(relayout_gradient_to_read_layout(gradient, held), layout)
     held.read_layout = None  # so that the optimizer reads the weight in its stored layout
     return gradient
 
 
 def wrap_assign(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
-    """Wrap an assignment method to use dense values, because DTensor cannot add single rows.
+    """Wrap an optimizer's method such as `assign_add` to get dense values, because DTensor cannot add single rows.
 
     The rows stay rows until then, as in unsharded Keras, where a row that occurs twice counts twice in a mean of
     squares.

@@ -28,17 +28,17 @@ def compute_einsum(einsum: Product, equation: str, *values: tf.Tensor, **kwargs:
     for positions, _, step, *_ in path.contraction_list:
         inputs, _, result_term = step.partition("->")
         tensors.append(
-            _multiply_pair(
+            _compute_einsum_of_pair(
                 einsum, inputs.split(","), result_term, [tensors.pop(position) for position in positions]
             )
         )
     return tensors[0]
 
 
-def _multiply_pair(
+def _compute_einsum_of_pair(
     einsum: Product, terms: Sequence[str], result_term: str, values: Sequence[Any]
 ) -> tf.Tensor:
-    """Return the einsum of one or two operands. Axes that occur in the same terms are merged while it is computed."""
+    """Return the einsum of one or two operands. Axes that occur in the same terms are merged for the product."""
     axes = [
         pair
         for term, value in zip(terms, values, strict=True)
@@ -52,20 +52,18 @@ def _multiply_pair(
     kept = [result_term + other for other in reversed(terms)]
     values = [_sum_axes_of_one_term(*each) for each in zip(values, terms, kept, strict=True)]
     terms = ["".join(label for label in term if label in of) for term, of in zip(terms, kept, strict=True)]
-    groups = _group_labels(terms, result_term)
+    groups = _group_labels_by_terms(terms, result_term)
     if all(len(group) == 1 for group in groups):
         return einsum(f"{','.join(terms)}->{result_term}", *values)
     firsts = [group[0] for group in groups]
     joined: list[tf.Tensor] = []
     for term, value in zip(terms, values, strict=True):
-        moved = tf.transpose(value, [term.index(label) for label in _order_labels(term, groups)])
+        moved = tf.transpose(value, [term.index(label) for label in _sort_labels_by_group(term, groups)])
         shape = [math.prod(sizes[label] for label in group) for group in groups if group[0] in term]
         joined.append(tf.reshape(moved, shape))
-    made = einsum(
-        f"{','.join(_order_labels(term, firsts) for term in terms)}->{_order_labels(result_term, firsts)}",
-        *joined,
-    )
-    order = _order_labels(result_term, groups)
+    *operands, result = (_sort_labels_by_group(term, firsts) for term in (*terms, result_term))
+    made = einsum(f"{','.join(operands)}->{result}", *joined)
+    order = _sort_labels_by_group(result_term, groups)
     return tf.transpose(
         tf.reshape(made, [sizes[label] for label in order]), [order.index(label) for label in result_term]
     )
@@ -77,8 +75,8 @@ def _sum_axes_of_one_term(value: tf.Tensor, term: str, labels_in_other_terms: st
     return tf.reduce_sum(value, alone) if alone else value
 
 
-def _group_labels(terms: Sequence[str], result_term: str) -> list[str]:
-    """Return groups of labels that occur in the same terms. Labels that occur in all terms stay single."""
+def _group_labels_by_terms(terms: Sequence[str], result_term: str) -> list[str]:
+    """Return groups of the axis labels that occur in the same terms. Labels that occur in all terms stay single."""
     kinds: dict[tuple[bool, ...], str] = {}
     for label in dict.fromkeys("".join(terms)):
         kind = tuple(label in term for term in (*terms, result_term))
@@ -86,6 +84,6 @@ def _group_labels(terms: Sequence[str], result_term: str) -> list[str]:
     return [group for kind, labels in kinds.items() for group in (labels if all(kind) else [labels])]
 
 
-def _order_labels(term: str, groups: Sequence[str]) -> str:
-    """Return the labels of a term in the order of the groups."""
+def _sort_labels_by_group(term: str, groups: Sequence[str]) -> str:
+    """Return the axis labels of a term in the order of the groups."""
     return "".join(group for group in groups if group[0] in term)

@@ -13,20 +13,20 @@ import keras
 import tensorflow as tf
 
 from layoutmap.adapters.keras.backends.tensorflow_calls import (
+    compare_and_place_batch,
     compute_on_mesh,
     convert_sparse_inputs,
-    place_on_mesh,
 )
-from layoutmap.adapters.keras.backends.tensorflow_gathering import RegatheredFunction, relayout_with_gradient
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import explain_refusals
+from layoutmap.adapters.keras.backends.tensorflow_gathering import RecompiledFunction, relayout_with_gradient
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import translate_refusals
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     build_model_for_batch,
     create_training_variables,
-    make_step_wrappers,
     materialize_training_variables,
+    wrap_step_factories,
 )
-from layoutmap.engines.agreement import CallSchedule
+from layoutmap.engines.agreement import CallComparisonSchedule
 from layoutmap.engines.patches import ClosingContext
 from layoutmap.engines.tensorflow.combined import StepFunction
 from layoutmap.engines.tensorflow.traces import check_writes_at_trace_end
@@ -34,51 +34,53 @@ from layoutmap.engines.tensorflow.traces import check_writes_at_trace_end
 dtensor = tf.experimental.dtensor
 
 
-def make_training_wrappers(model: Any, session: KerasSession) -> WrappedMethods:
-    """Return wrappers of a model's methods with which its steps run compiled on the mesh."""
-    schedule = CallSchedule()
+def wrap_training_methods(model: Any, session: KerasSession) -> WrappedMethods:
+    """Return wrappers of a model's methods, by name. They run the model's steps compiled on the mesh."""
+    schedule = CallComparisonSchedule()
 
     def make_step(step_name: str, make_keras_step: object) -> Callable[..., object]:
         mesh_step = _MeshStep(model, session, step_name, schedule)
         return mesh_step.run_on_all_batches if step_name == "predict" else mesh_step.run_on_next_batches
 
-    loops = {name: _wrap_loop(getattr(model, name), session) for name in ("fit", "evaluate", "predict")}
-    return make_step_wrappers(model, session, schedule, make_step, loops)
+    loops = {name: _wrap_to_unshard(getattr(model, name), session) for name in ("fit", "evaluate", "predict")}
+    return wrap_step_factories(model, session, schedule, make_step, loops)
 
 
-def _wrap_loop(loop: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+def _wrap_to_unshard(loop: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Wrap `fit` or a similar method to unshard its arguments, because a `tf.data` pipeline has no mesh."""
 
     @functools.wraps(loop)
-    def run_loop(*args: object, **kwargs: object) -> object:
+    def run_loop_with_unsharded_arguments(*args: object, **kwargs: object) -> object:
         values: Any = keras.tree.map_structure(
             lambda value: _unshard_value(value, session), (args, kwargs), none_is_leaf=True
         )
         return loop(*values[0], **values[1])
 
-    return run_loop
+    return run_loop_with_unsharded_arguments
 
 
 class _MeshStep:
     """Run a training, test, or predict step on the mesh."""
 
-    def __init__(self, model: keras.Model, session: KerasSession, name: str, schedule: CallSchedule):
+    def __init__(
+        self, model: keras.Model, session: KerasSession, name: str, schedule: CallComparisonSchedule
+    ):
         self._model = model
         self._session = session
         self._name = name
         self._schedule = schedule
-        self._known: set[object] = set()  # signatures of batches for which the step has been traced
-        self._compiled = RegatheredFunction(self._compile_step, session, f"{model.name}: the {name} step")
+        self._traced_signatures = set[object]()  # signatures of the batches for which the step was traced
+        self._compiled = RecompiledFunction(self._compile_step, session, f"{model.name}: the {name} step")
 
     def _compile_step(self) -> Callable[..., object]:
         """Return the step as a `tf.function`."""
         # DTensor may refuse the step, so compile a new function each time (decisions/0010).
         # A step waits for each of its all-reduces, so combine them (decisions/0274).
         return StepFunction(
-            self._compute_step, autograph=False, jit_compile=bool(self._model.jit_compile) or None
+            self._run_keras_step, autograph=False, jit_compile=bool(self._model.jit_compile) or None
         )
 
-    def _compute_step(self, batch: object) -> object:
+    def _run_keras_step(self, batch: object) -> object:
         """Run Keras's step of the model on a batch that is on the mesh, eagerly or in a trace."""
         if not tf.executing_eagerly():
             check_writes_at_trace_end(f"the {self._name} step")
@@ -117,21 +119,21 @@ class _MeshStep:
             (tuple(each.shape), str(each.dtype)) if hasattr(each, "shape") else type(each)
             for each in keras.tree.flatten(batch)
         )
-        if signature not in self._known:
-            self._create_variables(batch)
-        batch = place_on_mesh(batch, self._session, self._schedule)
-        with explain_refusals(f"{self._model.name}: the {self._name} step"):
+        if signature not in self._traced_signatures:
+            self._create_missing_variables(batch)
+        batch = compare_and_place_batch(batch, self._session, self._schedule)
+        with translate_refusals(f"{self._model.name}: the {self._name} step"):
             if self._model.run_eagerly:
                 with self._session.lock, self._session.engine.run_on(self._session.policy.mesh):
-                    return self._compute_step(batch)
-            self._known.add(signature)
+                    return self._run_keras_step(batch)
+            self._traced_signatures.add(signature)
             with DisabledGraphOptimizer(self._session):
                 return self._compiled(batch)
 
     def _unshard_values(self, values: object) -> Any:
         return keras.tree.map_structure(lambda value: _unshard_value(value, self._session), values)
 
-    def _create_variables(self, batch: object) -> None:
+    def _create_missing_variables(self, batch: object) -> None:
         """Create the weights, metrics, and slots that the step would create in its trace."""
         model = self._model
         if self._name == "predict":
@@ -197,7 +199,7 @@ class DisabledGraphOptimizer(ClosingContext):
         mesh = session.engine.make_native_layout(session.policy.make_replicated_layout(0), 0).mesh
         self._is_on_cpu = mesh.device_type() == "CPU"
 
-    def open(self) -> None:
+    def open_context(self) -> None:
         """Disable the optimizer, unless the user's code has chosen optimizations, or the mesh has accelerators."""
         options = tf.config.optimizer
         with _options_lock:
@@ -207,7 +209,7 @@ class DisabledGraphOptimizer(ClosingContext):
                 _open_blocks.add(self)
                 options.set_experimental_options({"disable_meta_optimizer": True})
 
-    def close(self) -> None:
+    def close_context(self) -> None:
         """Enable the optimizer again, unless another thread is still in such a block."""
         with _options_lock:
             if self in _open_blocks:

@@ -19,13 +19,13 @@ from layoutmap.adapters.keras.private import ConvLSTMCell
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import UnsupportedFeature
-from layoutmap.engines.tensorflow.refusals import find_problem_line, is_refusal
+from layoutmap.engines.tensorflow.refusals import find_problem_line, is_dtensor_refusal
 
 L = keras.layers
 
 # DTensor does not support the operations that unpack these weights, so replicate the weights before unpacking them.
 _PACKED_QUANTIZATIONS = ("int8", "int4", "gptq", "awq")
-_SLOW_NUM_STEPS = 64  # each time step takes 0.1 s to compile in each function, so warn of more
+_SLOW_NUM_STEPS = 64  # each time step takes 0.1 s to compile in each function, so warn of more steps
 # DTensor lacks rules for these layers' sharded weights, so the weights are gathered (decisions/0010).
 _NEED_REPLICATED_WEIGHTS = (
     *(L.Conv1D, L.Conv2D, L.Conv3D),
@@ -37,7 +37,7 @@ _NEED_REPLICATED_WEIGHTS = (
 
 # Weights are stored as planned, and gathered only as far as their layer needs (decisions/0010).
 def get_layout_converter(layer: keras.Layer) -> Callable[[Layout], Layout] | None:
-    """Return a function from a weight's layout to that in which a layer must read it, or None if it is the same."""
+    """Return a function from a weight's layout to the one in which `layer` must read it, or None for no change."""
     in_few_bits = getattr(layer, "quantization_mode", None) in _PACKED_QUANTIZATIONS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
         return lambda layout: Layout.replicated(layout.mesh, layout.rank)
@@ -46,8 +46,8 @@ def get_layout_converter(layer: keras.Layer) -> Callable[[Layout], Layout] | Non
     return None
 
 
-def find_unsupported_ops(layer: Any, path: str, weights: list[str]) -> Iterator[UnsupportedFeature]:
-    """Yield the operations of a layer that DTensor cannot compute."""
+def find_unsupported_features(layer: Any, path: str, weights: list[str]) -> Iterator[UnsupportedFeature]:
+    """Yield the features of a layer that DTensor lacks, or for which weights are gathered or loops are unrolled."""
     kind = type(layer).__name__
     if isinstance(layer, L.RNN) and not layer.unroll:
         steps = [*(layer.get_build_config() or {}).get("input_shape", ()), None, None][1]
@@ -81,8 +81,8 @@ def find_unsupported_ops(layer: Any, path: str, weights: list[str]) -> Iterator[
             )
 
 
-def make_generate_refusal(task: keras.Model) -> Callable[[], object]:
-    """Return a `make_generate_function` for a keras-hub task that raises an error."""
+def make_function_that_refuses_generate(task: keras.Model) -> Callable[[], object]:
+    """Return a replacement for the `make_generate_function` of a keras-hub task. It raises an `EngineError`."""
 
     def make_generate_function() -> object:
         raise EngineError(
@@ -101,42 +101,42 @@ _NAMED = re.compile(r"'?tf\.(\w+)'?()")
 
 
 def is_compiler_refusal(error: tf.errors.OpError) -> bool:
-    """Return whether DTensor's compiler refused a function, so that no part ran."""
+    """Return whether an error says that DTensor's compiler refused a function, so that no part of it ran."""
     return "dtensor_graph_to_mlir_pass" in error.message
 
 
-def find_refused_op(
-    error: tf.errors.OpError, graph: tf.Graph | None, layers: Mapping[str, str]
+def describe_refused_op(
+    error: tf.errors.OpError, graph: tf.Graph | None, layer_texts: Mapping[str, str]
 ) -> dict[str, str]:
     """Return facts for a DTensor error: the operation that it names, and the layers that contain the operation.
 
-    `layers` has a text for each layer name.
+    `layer_texts` has a text for each layer name.
     """
     found = _OPERATION.search(error.message) or _NAMED.search(error.message)
     kind, shape = found.groups() if found else ("", None)
     inside = dict[str, None]()
     for op in graph.get_operations() if graph and found else ():
         if op.type == kind and (not shape or shape in ("x".join(map(str, out.shape)) for out in op.outputs)):
-            parts = (p if p in layers else re.sub(r"_\d+$", "", p) for p in op.name.split("/")[::-1])
-            inside[next((layers[part] for part in parts if part in layers), "")] = None
+            parts = (p if p in layer_texts else re.sub(r"_\d+$", "", p) for p in op.name.split("/")[::-1])
+            inside[next((layer_texts[part] for part in parts if part in layer_texts), "")] = None
     return {"operation": kind, "in": "; ".join(list(filter(None, inside))[:4])}
 
 
 @contextmanager
-def explain_refusals(action: str) -> Generator[None]:
-    """Turn errors of DTensor's compiler in the block into errors with a reason and a fix."""
+def translate_refusals(action: str) -> Generator[None]:
+    """Replace errors of DTensor's compiler in the block by an `EngineError` with a reason and a fix."""
     try:
         yield
     except tf.errors.OpError as error:
-        if not is_refusal(error):
+        if not is_dtensor_refusal(error):
             raise
         raise EngineError(
             f"{action} cannot be run by TensorFlow's DTensor",
             facts={
-                **getattr(error, "layoutmap_place", find_refused_op(error, None, {})),
+                **getattr(error, "layoutmap_place", describe_refused_op(error, None, {})),
                 "TensorFlow": find_problem_line(error.message),
             },
-            why="DTensor has no rule for an operation: a compiled step was tried in the layouts of the map, with none "
-            "carried from layer to layer, with weights gathered, and with everything gathered",
+            why="DTensor has no rule for an operation; compiled steps were tried with the planned layouts, with only "
+            "the batch sharded between layers, with weights gathered, and with everything gathered",
             fix="use different operations, compile eager calls, or run this model on JAX or PyTorch",
         ) from None

@@ -27,7 +27,7 @@ Sizes = int | Sequence[int]
 
 
 def compute_conv(original: Original, args: Arguments) -> tf.Tensor:
-    """Return a convolution as one convolution per group, because Keras would use XLA for groups."""
+    """Return a convolution. Several groups are computed one by one, because Keras would use XLA for them."""
     axis = 1 if _has_channels_first(args) else -1
     kernel = _insert_zeros_in_kernel(args.kernel, args.dilation_rate)
     groups = args.inputs.shape[axis] // kernel.shape[-2]
@@ -44,12 +44,12 @@ def compute_conv(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def compute_depthwise_conv(original: Original, args: Arguments) -> tf.Tensor:
-    """Return a depthwise convolution as an einsum over windows with one axis per filter position."""
+    """Return a depthwise convolution, computed as an einsum of the filter and the elements of all windows."""
     kernel = _insert_zeros_in_kernel(args.kernel, args.dilation_rate)
     *sizes, channels, multiples = kernel.shape
     values = _get_channels_last_inputs(args)
-    for i, (size, step) in enumerate(zip(sizes, _expand_sizes(args.strides, len(sizes)), strict=True)):
-        values, count = _pad_windows(values, axis := 1 + 2 * i, size, step, args.padding)
+    for i, (size, step) in enumerate(zip(sizes, _repeat_per_axis(args.strides, len(sizes)), strict=True)):
+        values, count = _pad_and_count_windows(values, axis := 1 + 2 * i, size, step, args.padding)
         values = tf.gather(values, step * np.arange(count)[:, None] + np.arange(size), axis=axis)
     space, offsets = "xyz"[: len(sizes)], "ijk"[: len(sizes)]
     axes = "".join(map("".join, zip(space, offsets, strict=True)))
@@ -65,7 +65,7 @@ def compute_separable_conv(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def compute_average_pool(original: Original, args: Arguments) -> tf.Tensor:
-    """Return the average of each window."""
+    """Return average pooling: the mean of the elements in each window."""
     steps = args.pool_size if args.strides is None else args.strides
     return _restore_channel_position(
         _average_windows(_get_channels_last_inputs(args), args.pool_size, steps, args.padding), args
@@ -80,7 +80,7 @@ def compute_pool(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def compute_reverse(original: Original, args: Arguments) -> tf.Tensor:
-    """Return an array reversed along some axes, by a gather."""
+    """Return an array reversed along some axes, computed by a gather."""
     values, axes = args.tensor, tf.get_static_value(args.axis)
     if axes is None or not values.shape.is_fully_defined():
         # The indices of a gather need the size of the axis, so run the original operation. DTensor may refuse it.
@@ -91,7 +91,7 @@ def compute_reverse(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def compute_repeat(original: Original, args: Arguments) -> tf.Tensor:
-    """Repeat elements by joining copies. Keras's gradient would have ten axes, which DTensor cannot gather."""
+    """Repeat elements by stacking copies. The original's gradient has ten axes, which DTensor cannot gather."""
     values, times, axis = tf.convert_to_tensor(args.input), args.repeats, args.axis
     if not isinstance(times, int) or axis is None or not values.shape.is_fully_defined():
         return original(**vars(args))
@@ -101,7 +101,7 @@ def compute_repeat(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def compute_roll(original: Original, args: Arguments) -> tf.Tensor:
-    """Shift the elements along some axes, with those at the end moving to the start."""
+    """Return an array rolled along some axes: elements that leave at the end come back at the start."""
     values, shifts, axes = (args.input, tf.get_static_value(args.shift), tf.get_static_value(args.axis))
     if shifts is None or axes is None or not values.shape.is_fully_defined():
         return original(**vars(args))
@@ -142,7 +142,7 @@ def compute_diag_part(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def compute_strided_slice(original: Original, args: Arguments) -> tf.Tensor:
-    """Return a slice with an entry for each axis. Without entries, DTensor slices incorrectly after a new axis."""
+    """Return a slice with an entry for each axis. If axes have none, DTensor slices incorrectly after a new axis."""
     ends = [tf.get_static_value(each) for each in (args.begin, args.end, args.strides)]
     rank = args.input_.shape.rank
     if not args.new_axis_mask or rank is None or any(each is None for each in ends):
@@ -152,8 +152,8 @@ def compute_strided_slice(original: Original, args: Arguments) -> tf.Tensor:
     unnamed = rank - (count - args.new_axis_mask.bit_count() - bool(dots))
     order = [*range(first), *[-1] * unnamed, *range(first + bool(dots), count)]
 
-    def reorder_mask_bits(mask: int, of_unnamed: bool) -> int:
-        return sum(1 << at for at, i in enumerate(order) if (of_unnamed if i < 0 else mask >> i & 1))
+    def reorder_mask_bits(mask: int, bit_of_unnamed: bool) -> int:
+        return sum(1 << at for at, i in enumerate(order) if (bit_of_unnamed if i < 0 else mask >> i & 1))
 
     named: list[list[int]] = [[1 if i < 0 else each[i] for i in order] for each in ends]
     masks = reorder_mask_bits(args.begin_mask, True), reorder_mask_bits(args.end_mask, True), 0
@@ -162,14 +162,14 @@ def compute_strided_slice(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def _average_windows(values: tf.Tensor, size: Sizes, steps: Sizes, padding: str) -> tf.Tensor:
-    """Return the averages of windows without their padding, computed along one axis after the other."""
+    """Return the mean of each window without its padding, computed along one axis after the other."""
     rank = len(values.shape)
     for axis, (length, step) in enumerate(
-        zip(_expand_sizes(size, rank - 2), _expand_sizes(steps, rank - 2), strict=True), 1
+        zip(_repeat_per_axis(size, rank - 2), _repeat_per_axis(steps, rank - 2), strict=True), 1
     ):
         ones = tf.ones([values.shape[i] if i == axis else 1 for i in range(rank)], values.dtype)
         total, counts = (
-            tf.add_n(list(_iterate_window_slices(a, axis, length, step, padding))) for a in (values, ones)
+            tf.add_n(list(_iterate_window_positions(a, axis, length, step, padding))) for a in (values, ones)
         )
         values = total / counts
     return values
@@ -189,16 +189,16 @@ def _restore_channel_position(values: tf.Tensor, args: Arguments) -> Any:
     return keras.ops.moveaxis(values, -1, 1) if _has_channels_first(args) else values
 
 
-def _expand_sizes(sizes: Sizes, num_axes: int) -> Sequence[int]:
+def _repeat_per_axis(sizes: Sizes, num_axes: int) -> Sequence[int]:
     """Return one size for each spatial axis. A single size is repeated."""
     sizes = np.ravel(sizes).tolist()
     return sizes * num_axes if len(sizes) == 1 else sizes
 
 
 def _insert_zeros_in_kernel(kernel: Any, rates: Sizes) -> Any:
-    """Return a kernel with zeros between its elements along each spatial axis, instead of dilation rates."""
+    """Return a kernel with zeros between its elements along each spatial axis, to the effect of dilation `rates`."""
     kernel = tf.convert_to_tensor(kernel)
-    for axis, rate in enumerate(_expand_sizes(rates, len(kernel.shape) - 2)):
+    for axis, rate in enumerate(_repeat_per_axis(rates, len(kernel.shape) - 2)):
         if rate > 1:
             size = kernel.shape[axis]
             apart = tf.expand_dims(kernel, axis + 1)
@@ -209,8 +209,10 @@ def _insert_zeros_in_kernel(kernel: Any, rates: Sizes) -> Any:
     return kernel
 
 
-def _pad_windows(values: Any, axis: int, size: int, step: int, padding: str) -> tuple[tf.Tensor, int]:
-    """Return the array padded along an axis, and the number of windows there."""
+def _pad_and_count_windows(
+    values: Any, axis: int, size: int, step: int, padding: str
+) -> tuple[tf.Tensor, int]:
+    """Return an array padded along an axis, and the number of windows along this axis."""
     length = values.shape[axis]
     if padding.upper() != "SAME":
         return values, (length - size) // step + 1
@@ -220,10 +222,10 @@ def _pad_windows(values: Any, axis: int, size: int, step: int, padding: str) -> 
     return tf.pad(values, [around if i == axis else (0, 0) for i in range(len(values.shape))]), count
 
 
-def _iterate_window_slices(
+def _iterate_window_positions(
     values: tf.Tensor, axis: int, size: int, step: int, padding: str
 ) -> Iterator[tf.Tensor]:
     """Yield, for each position in a window, the elements of all windows along an axis."""
-    values, count = _pad_windows(values, axis, size, step, padding)
+    values, count = _pad_and_count_windows(values, axis, size, step, padding)
     for offset in range(size):
         yield values[(*(slice(None),) * axis, slice(offset, offset + (count - 1) * step + 1, step))]

@@ -19,26 +19,26 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.keras.backends.torch_calls import (
-    enter_outer_call,
+    enter_outermost_call,
     place_on_mesh,
     wrap_call_on_mesh,
-    wrap_own_losses,
+    wrap_to_unshard_losses,
 )
 from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
 from layoutmap.adapters.keras.backends.torch_steps import (
-    make_export_refusal,
-    make_training_wrappers,
+    make_function_that_refuses_export,
     wrap_apply,
+    wrap_training_methods,
 )
 from layoutmap.adapters.keras.paths import iterate_sublayers
 from layoutmap.adapters.keras.private import NamesByOwner, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
-    call_custom_train_step,
     compute_loss,
     create_training_variables,
     has_custom_train_step,
-    keep_model_state,
+    preserve_model_state,
+    record_custom_train_step,
 )
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
@@ -47,7 +47,7 @@ from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.devices import convert_device_type, explain_no_padding
+from layoutmap.engines.torch.devices import convert_device_type, explain_why_padding_is_impossible
 from layoutmap.engines.torch.gather import GradientReducer
 
 _to_numpy = get_engine("torch").to_numpy
@@ -65,8 +65,8 @@ class TorchBackend(Backend):
     read_value = staticmethod(lambda variable: _read_in_keras_dtype(variable))
     single_scope_steps = MappingProxyType({"train_step": True})
     unsupported_board_options = ("write_images",)
-    make_training_wrappers = staticmethod(make_training_wrappers)
-    # These methods would read variables without values, so `update_references` does their work.
+    wrap_training_methods = staticmethod(wrap_training_methods)
+    # These methods would read variables without values, so `track_new_values` does their work.
     methods_disabled_in_scope = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
@@ -82,12 +82,12 @@ class TorchBackend(Backend):
     def __init__(self) -> None:
         self._gradients: GradientReducer | None = None
 
-    def explain_no_padding(self, variable: VariableSpec, layout: Layout) -> str:
+    def explain_why_padding_is_impossible(self, variable: VariableSpec, layout: Layout) -> str:
         """Return why a variable cannot have uneven shards in a layout, or an empty text if it can."""
-        return explain_no_padding(layout, variable.shape)
+        return explain_why_padding_is_impossible(layout, variable.shape)
 
-    def list_private_names(self) -> NamesByOwner:
-        """Return the private names of classes and modules listed in `torch_private`."""
+    def list_required_private_names(self) -> NamesByOwner:
+        """Return pairs of a class or module and the private names in it, as `torch_private` lists them."""
         return NAMES
 
     def set_default_device_type(self, mesh: Mesh) -> None:
@@ -112,20 +112,20 @@ class TorchBackend(Backend):
         return torch.compiler.is_compiling() or in_symbolic_scope()
 
     def store_value(self, variable: Any, value: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Store a value, unsharded if small, so that later ones get its layout. Return the new `_layout` tag."""
+        """Store a value, unsharded if small. Return the new `_layout` object, which identifies the variable."""
         if _is_kept_unsharded(assignment):
             value = torch.nn.Parameter(torch.as_tensor(_to_numpy(value)), requires_grad=value.requires_grad)
         # Keras has no hook for these methods, so set them on the instance. A copy of the variable gets its own methods.
         own = variable.__dict__
         own["_direct_assign"] = functools.partial(_assign_value, variable)
         own["__array__"] = functools.partial(_convert_to_numpy_array, variable)
-        tag = object()
-        variable._layout = tag
+        keras_layout = object()
+        variable._layout = keras_layout
         variable._value = value
-        return tag
+        return keras_layout
 
-    def update_references(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
-        """Update the parameters that layers track, and watch their gradients, because their tensors are new."""
+    def track_new_values(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
+        """Make layers track the new tensors of variables as parameters, and reduce the gradients of these tensors."""
         held: dict[int, torch.Tensor] = {}
         below = {id(each): each for layer in layers for each in (layer, *iterate_sublayers(layer))}
         for layer in below.values():
@@ -137,8 +137,10 @@ class TorchBackend(Backend):
         self._gradients = GradientReducer(value for value in held.values() if value is not None)
 
     @staticmethod
-    def find_unsupported_ops(layer: object, path: str, weights: list[str]) -> Iterator[UnsupportedFeature]:
-        """Yield the reasons why a layer cannot be sharded."""
+    def find_unsupported_features(
+        layer: object, path: str, weights: list[str]
+    ) -> Iterator[UnsupportedFeature]:
+        """Yield an unsupported feature if a layer contains a torch module, which would stay unsharded."""
         if isinstance(layer, keras.layers.TorchModuleWrapper):
             yield UnsupportedFeature(
                 path,
@@ -147,23 +149,23 @@ class TorchBackend(Backend):
                 fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
             )
 
-    def make_layer_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
+    def wrap_layer_methods(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return wrappers of a layer's methods, by name. They let calls with unsharded tensors run on the mesh."""
         wrappers = {
             **{name: wrap_call_on_mesh(layer, session, name) for name in CALLS},
-            "_get_own_losses": wrap_own_losses(layer._get_own_losses, session),
-            "_get_regularization_losses": wrap_own_losses(layer._get_regularization_losses, session),
+            "_get_own_losses": wrap_to_unshard_losses(layer._get_own_losses, session),
+            "_get_regularization_losses": wrap_to_unshard_losses(layer._get_regularization_losses, session),
         }
         if isinstance(layer, keras.Model):
-            wrappers["export"] = make_export_refusal(layer)
+            wrappers["export"] = make_function_that_refuses_export(layer)
         return wrappers
 
-    def make_optimizer_wrappers(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
-        """Return an `apply` that updates on the mesh, with each gradient in the layout of its weight."""
+    def wrap_optimizer_methods(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
+        """Return a wrapper of `apply` that updates on the mesh, with each gradient in the layout of its weight."""
         return {"apply": wrap_apply(optimizer, session)}
 
     @contextmanager
-    def use_same_draws_and_rows(self, model: object) -> Generator[None]:
+    def use_comparable_draws_and_rows(self, model: object) -> Generator[None]:
         """Seed torch's generator with the number of this model's runs so far. Restore it when the block ends."""
         _num_draws[model] = number = _num_draws.get(model, 0) + 1
         with torch.random.fork_rng():
@@ -182,23 +184,25 @@ class TorchBackend(Backend):
         if "cuda" in states and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]))
 
-    def compute_gradients(
+    def compute_losses_and_gradients(
         self, model: keras.Model, x: object, y: object, sample_weight: object
     ) -> LossesAndGradients:
-        """Return the training losses by name, and their gradients, as numpy arrays."""
+        """Return a dict of the training losses, and a list of their gradients, as numpy arrays."""
         session = get_session(model)
         create_training_variables(model, session, (x, y, sample_weight))
         if session is None:
-            return _compute_gradients(model, x, y, sample_weight)
+            return _compute_losses_and_gradients(model, x, y, sample_weight)
         batch = place_on_mesh((x, y, sample_weight), session)
-        with enter_outer_call(session, batch):
-            return _compute_gradients(model, *batch)
+        with enter_outermost_call(session, batch):
+            return _compute_losses_and_gradients(model, *batch)
 
 
-def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: object) -> LossesAndGradients:
-    """Return losses and gradients of a batch as numpy arrays. The model's state stays unchanged."""
-    compute = call_custom_train_step if has_custom_train_step(model) else _compute_loss_gradients
-    with keep_model_state(model):
+def _compute_losses_and_gradients(
+    model: keras.Model, x: object, y: object, sample_weight: object
+) -> LossesAndGradients:
+    """Return a dict of losses, and a list of gradients, in numpy. The model's state stays unchanged."""
+    compute = record_custom_train_step if has_custom_train_step(model) else _compute_loss_and_gradients
+    with preserve_model_state(model):
         model.zero_grad()
         losses, gradients = compute(model, (x, y, sample_weight))
         model.zero_grad()
@@ -208,8 +212,8 @@ def _compute_gradients(model: keras.Model, x: object, y: object, sample_weight: 
     return losses, [None if gradient is None else _to_numpy(gradient) for gradient in gradients]
 
 
-def _compute_loss_gradients(model: keras.Model, batch: Any) -> LossesAndGradients:
-    """Return the loss of a batch by name, and a list of its gradients: zeros for weights that do not affect it."""
+def _compute_loss_and_gradients(model: keras.Model, batch: Any) -> LossesAndGradients:
+    """Return a dict with the loss of a batch, and its gradients: zeros for weights that do not affect it."""
     loss = compute_loss(model, batch)
     loss.backward()
     held = [variable.value for variable in model.trainable_variables]
@@ -233,7 +237,7 @@ def _is_kept_unsharded(assignment: Assignment) -> bool:
 
 
 def _assign_value(variable: keras.Variable, value: object) -> None:
-    """Copy a value into a variable's tensor in its layout. This replaces `_direct_assign`."""
+    """Copy a value into a variable's tensor in its layout. Keras calls this instead of its own `_direct_assign`."""
     held = variable._value
     with torch.no_grad():
         if not isinstance(held, DTensor):

@@ -18,7 +18,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import place_batch
 from layoutmap.adapters.keras.wraps import get_call_method
 from layoutmap.core.layout import Layout
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import (
     ReduceProductsMode,
@@ -57,14 +57,14 @@ def compute_on_mesh(session: KerasSession) -> Generator[None]:
 
 
 @contextmanager
-def enter_outer_call(session: KerasSession, values: object) -> Generator[None]:
-    """In a `with` block, compute the thread's outermost call or step, which has the inputs `values`, on the mesh."""
+def enter_outermost_call(session: KerasSession, inputs: object) -> Generator[None]:
+    """Run the thread's outermost call or step, which has these inputs, on the mesh until the block ends."""
     here = session.thread_state
-    here.has_replicated_inputs = not all(map(is_batch_divisible, keras.tree.flatten(values)))
+    here.has_replicated_inputs = not all(map(is_batch_divisible, keras.tree.flatten(inputs)))
     sums = ReduceProductsMode() if here.has_replicated_inputs else nullcontext()
     # Two threads could deadlock with different orders of locks, so take the session's lock first everywhere.
     with (
-        set_temporarily(here, "call_depth", here.call_depth + 1),
+        set_attribute_temporarily(here, "call_depth", here.call_depth + 1),
         session.lock,
         compute_on_mesh(session),
         sums,
@@ -90,8 +90,8 @@ def _is_inferring_shapes(session: KerasSession) -> bool:
 
 
 def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
-    """Return a layer's `call` that, in the outermost layer, moves inputs to the mesh and results back."""
-    function = _wrap_gathering_call(layer, session, method_name)
+    """Wrap a layer's `call`. If no other call is running, it moves inputs to the mesh, and results back."""
+    function = _wrap_call_to_gather_weights(layer, session, method_name)
 
     @functools.wraps(function)
     def call_on_mesh(*args: object, **kwargs: object) -> object:
@@ -109,14 +109,14 @@ def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: st
         session.raise_if_plan_only(layer.name)
         stays = any(isinstance(each, DTensor) for each in tensors)
         args, kwargs = place_on_mesh((args, kwargs), session)
-        with enter_outer_call(session, (args, kwargs)):
+        with enter_outermost_call(session, (args, kwargs)):
             results = function(*args, **kwargs)
         return results if stays else unshard_results(results)
 
     return call_on_mesh
 
 
-def _wrap_gathering_call(
+def _wrap_call_to_gather_weights(
     layer: keras.Layer, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
     """Wrap a layer's `call` to compute with weights in their compute layouts.
@@ -128,7 +128,7 @@ def _wrap_gathering_call(
 
     @functools.wraps(function)
     def call_with_gathered_weights(*args: object, **kwargs: object) -> object:
-        gathered = _find_computing_layouts(layer, session) if _is_in_call(session) else []
+        gathered = _list_weights_to_gather(layer, session) if _is_in_call(session) else []
         if not gathered:
             return function(*args, **kwargs)
         before = [variable._value for variable, _ in gathered]
@@ -146,8 +146,8 @@ def _wrap_gathering_call(
     return call_with_gathered_weights
 
 
-def _find_computing_layouts(layer: keras.Layer, session: KerasSession) -> list[tuple[keras.Variable, Layout]]:
-    """Return weights of a layer with their compute layouts, if these differ from the stored ones."""
+def _list_weights_to_gather(layer: keras.Layer, session: KerasSession) -> list[tuple[keras.Variable, Layout]]:
+    """Return pairs of a weight and its compute layout, for a layer's weights that are stored in other layouts."""
     found: list[tuple[keras.Variable, Layout]] = []
     for variable in layer._trainable_variables:
         layout = getattr(variable, "layout", None)
@@ -158,7 +158,7 @@ def _find_computing_layouts(layer: keras.Layer, session: KerasSession) -> list[t
     return found
 
 
-def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+def wrap_to_unshard_losses(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Wrap a layer's loss method to return unsharded results outside calls and steps."""
 
     @functools.wraps(method)
@@ -172,7 +172,7 @@ def wrap_own_losses(method: Callable[..., object], session: KerasSession) -> Cal
 
 
 def _constrain_to_batch_layout(outputs: object, layer: object, session: KerasSession) -> object:
-    """Return a model's outputs in its step sharded only along the batch, and other outputs unchanged."""
+    """Return outputs sharded only along the batch if `layer` is the model in its step, and otherwise unchanged."""
     if session.thread_state.model_in_step is not layer:
         return outputs
     return place_batch(outputs, session, lambda value: isinstance(value, torch.Tensor))

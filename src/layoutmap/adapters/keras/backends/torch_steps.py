@@ -12,39 +12,43 @@ import torch
 
 from layoutmap.adapters.keras.backends.torch_calls import (
     compute_on_mesh,
-    enter_outer_call,
+    enter_outermost_call,
     place_on_mesh,
     unshard_results,
 )
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     build_model_for_batch,
-    compare_batches,
-    make_step_wrappers,
+    compare_between_processes,
     materialize_training_variables,
+    wrap_step_factories,
 )
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.agreement import CallSchedule
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.agreement import CallComparisonSchedule
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch.dtensor_ops import check_equal_draws
 
 
-def make_training_wrappers(model: Any, session: KerasSession) -> WrappedMethods:
-    """Return wrappers of a model's methods with which its steps place each batch and run on the mesh."""
-    schedule = CallSchedule()
+def wrap_training_methods(model: Any, session: KerasSession) -> WrappedMethods:
+    """Return wrappers of a model's methods, by name. They place each batch on the mesh, and run the steps there."""
+    schedule = CallComparisonSchedule()
 
     def make_step(step_name: str, make_keras_step: Callable[[], Callable[..., object]]) -> _MeshStep:
         _check_no_jit_compile(model)
         return _MeshStep(model, session, make_keras_step(), schedule)
 
-    return make_step_wrappers(model, session, schedule, make_step)
+    return wrap_step_factories(model, session, schedule, make_step)
 
 
 class _MeshStep:
     """Place a step's batch on the mesh, run the step there, and return unsharded results."""
 
     def __init__(
-        self, model: keras.Model, session: KerasSession, step: Callable[..., object], schedule: CallSchedule
+        self,
+        model: keras.Model,
+        session: KerasSession,
+        step: Callable[..., object],
+        schedule: CallComparisonSchedule,
     ) -> None:
         self._model = model
         self._session = session
@@ -56,8 +60,8 @@ class _MeshStep:
         if build_model_for_batch(model, session, data[0]):
             materialize_training_variables(model, session)
         session.raise_if_plan_only(model.name)
-        with set_temporarily(session.thread_state, "model_in_step", model):
-            is_compared = compare_batches(data, session, self._schedule)
+        with set_attribute_temporarily(session.thread_state, "model_in_step", model):
+            is_compared = compare_between_processes(data, session, self._schedule)
             batches = [place_on_mesh(batch, session) for batch in data]
             native = session.engine.make_native_layout(session.policy.make_replicated_layout(0), 0)[0]
             draws = (
@@ -65,7 +69,7 @@ class _MeshStep:
                 if is_compared
                 else nullcontext()
             )
-            with draws, enter_outer_call(session, batches):
+            with draws, enter_outermost_call(session, batches):
                 results = self._step(batches)
         with torch.no_grad():
             return unshard_results(results)
@@ -80,8 +84,8 @@ def _check_no_jit_compile(model: keras.Model) -> None:
         )
 
 
-def make_export_refusal(model: keras.Model) -> Callable[..., object]:
-    """Return an `export` that raises an error with an alternative."""
+def make_function_that_refuses_export(model: keras.Model) -> Callable[..., object]:
+    """Return a replacement for a model's `export`. It raises a `ScopeError` with an alternative."""
 
     @functools.wraps(model.export)
     def raise_export_error(*args: object, **kwargs: object) -> object:
@@ -95,7 +99,7 @@ def make_export_refusal(model: keras.Model) -> Callable[..., object]:
 
 
 def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
-    """Return an `apply` that runs on the mesh, with each gradient in the layout of its weight."""
+    """Wrap an optimizer's `apply` to run on the mesh, with each gradient in the layout of its weight."""
     original = optimizer.apply
 
     @functools.wraps(original)

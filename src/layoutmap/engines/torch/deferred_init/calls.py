@@ -18,7 +18,7 @@ def list_written_tensors(op: OpOverload, args: Args, kwargs: Kwargs) -> list[obj
     return tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
 
 
-def can_defer(tensor: torch.Tensor) -> bool:
+def can_defer_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tape can defer a tensor: it must be strided and on the CPU."""
     return tensor.layout == torch.strided and tensor.device.type == "cpu"
 
@@ -29,7 +29,7 @@ def count_shape_elements(shape: Any) -> float:
     return math.prod(shape) if is_shape else math.inf
 
 
-def find_generator(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generator | None:
+def find_random_generator(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generator | None:
     """Return the generator that an operation draws from, or None if it draws nothing."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return None
@@ -40,7 +40,7 @@ def find_generator(op: OpOverload, args: Args, kwargs: Kwargs) -> torch.Generato
 _INITIALIZER_MODULES = ("torch.nn.init", "torch.nn.utils", "keras.src.initializers")
 
 
-def find_calling_initializer() -> str:
+def find_calling_initializer_name() -> str:
     """Return the name of the outermost public torch or Keras initializer among the callers, or an empty text."""
     found = ""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]

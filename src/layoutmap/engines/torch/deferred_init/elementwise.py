@@ -1,7 +1,7 @@
 """Replay recorded operations in one pass, if each element depends on few others at known positions.
 
-A `ReaderBuilder` turns the steps that a tensor depends on into readers. If a step needs more than the elements at the
-same position, it raises an error whose text is shown in plans.
+A `ReaderBuilder` turns the operations that a tensor depends on into readers. If an operation needs more than the
+elements at the same position, it raises an error whose text is shown in plans.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from layoutmap.engines.torch.deferred_init.operations import (
     FILLED,
     FILLED_WITH,
     ROWS,
-    can_be_split,
+    can_be_computed_in_spans,
     is_pointwise,
 )
 from layoutmap.engines.torch.deferred_init.readers import (
@@ -31,16 +31,16 @@ from layoutmap.engines.torch.deferred_init.readers import (
     Reader,
     RowReader,
     ShiftedReader,
-    SpanWrite,
+    SpanWriter,
     StridedReader,
     TensorReader,
-    make_offset_write,
-    make_span_write,
-    make_strided_write,
+    make_offset_writer,
+    make_span_writer,
+    make_strided_writer,
 )
-from layoutmap.engines.torch.deferred_init.replay import find_needed_indices
-from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedStep, View
-from layoutmap.engines.torch.deferred_init.streams import PIECE, StreamReader, find_random_fill
+from layoutmap.engines.torch.deferred_init.replay import find_needed_operation_numbers
+from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedOperation, View
+from layoutmap.engines.torch.deferred_init.streams import PIECE, RandomFillReader, find_random_fill
 from layoutmap.engines.torch.deferred_init.tiles import TileReader
 
 aten = torch.ops.aten
@@ -66,115 +66,118 @@ class IndexMap(NamedTuple):
     scale: int = 1
     shift: int = 0
 
-    def map_to_view(self, view: View) -> IndexMap:
-        """Convert this map to elements of a memory into the map to elements of a view of that memory."""
+    def convert_to_view_map(self, view: View) -> IndexMap:
+        """Return a map to elements of a view. This map is to elements of the view's memory."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
-    def map_to_memory(self, view: View) -> IndexMap:
-        """Convert this map to elements of a view into the map to elements of the memory that it views."""
+    def convert_to_memory_map(self, view: View) -> IndexMap:
+        """Return a map to elements of a view's memory. This map is to elements of the view."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
         if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
             return self.outer[2]
         return IndexMap((view.geometry, "around", self))
 
-    def map_to_rows(self, length: int) -> IndexMap:
-        """Convert this map to row numbers of a tensor into the map to the first elements of these rows."""
+    def convert_to_row_start_map(self, length: int) -> IndexMap:
+        """Return a map to the first element of each row. This map is to row numbers."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 
 class ReaderBuilder:
-    """Build readers that compute tensors in one pass over the recorded steps.
+    """Build readers that compute tensors in one pass over the recorded operations.
 
     Args:
-        steps: The tape.
+        operations: The tape.
         piece_numel: The number of elements to draw at a time.
     """
 
-    def __init__(self, steps: Sequence[RecordedStep], piece_numel: int = PIECE) -> None:
-        self._steps = steps
+    def __init__(self, operations: Sequence[RecordedOperation], piece_numel: int = PIECE) -> None:
+        self._operations = operations
         self._piece = piece_numel
         self._readers: dict[object, Reader] = {}
 
-    def make_reader(self, view: View, until: int) -> Reader:
-        """Return a reader of a tensor's elements in memory order, with their values before the step `until`.
+    def make_reader(self, view: View, end_number: int) -> Reader:
+        """Return a reader of a tensor's elements in memory order, with their values before operation `end_number`.
 
         Raises:
             NeedsWholeTensorError: The elements cannot be computed in one pass.
         """
-        reader = self._make_view_reader(view, until, IndexMap())
+        reader = self._make_view_reader(view, end_number, IndexMap())
         if reader is None:
             raise NeedsWholeTensorError("the tensor's elements overlap or are far apart in memory")
         return reader
 
-    def _make_view_reader(self, view: View, until: int, index_map: IndexMap) -> Reader | None:
+    def _make_view_reader(self, view: View, end_number: int, index_map: IndexMap) -> Reader | None:
         """Return a reader of a view's elements in memory order, or None if elements overlap or are far apart."""
         if view.is_dense:
-            reader = self._make_memory_reader(view.memory, until, index_map.map_to_memory(view))
+            reader = self._make_memory_reader(view.memory, end_number, index_map.convert_to_memory_map(view))
             return ShiftedReader(reader, view.offset) if view.offset else reader
         # Return None for a small view of a large storage, because a reader of the view would compute the whole storage.
-        if not view.is_ordered or view.memory.numel > _MAX_GAP * view.numel:
+        if not view.has_ascending_offsets or view.memory.numel > _MAX_GAP * view.numel:
             return None
-        reader = self._make_memory_reader(view.memory, until, index_map.map_to_memory(view))
-        return _register_consumer(StridedReader(reader, view.geometry))
+        reader = self._make_memory_reader(view.memory, end_number, index_map.convert_to_memory_map(view))
+        return _add_consumer(StridedReader(reader, view.geometry))
 
-    def _make_memory_reader(self, memory: DeferredMemory, until: int, index_map: IndexMap) -> Reader:
-        """Return a reader of a memory's values before step `until`. Consumers with equal index maps share a reader."""
-        version = bisect.bisect_left(memory.writes, until) - 1
+    def _make_memory_reader(self, memory: DeferredMemory, end_number: int, index_map: IndexMap) -> Reader:
+        """Return a reader of a memory's values before operation `end_number`. Equal index maps share a reader."""
+        write_index = bisect.bisect_left(memory.writes, end_number) - 1
         # Consumers with different maps read in different orders, so they need different readers.
-        key = (memory, version, index_map)
+        key = (memory, write_index, index_map)
         if key not in self._readers:
-            self._readers[key] = self._make_version_reader(memory, version, index_map)
-        return _register_consumer(self._readers[key])
+            self._readers[key] = self._make_reader_after_write(memory, write_index, index_map)
+        return _add_consumer(self._readers[key])
 
-    def _make_version_reader(self, memory: DeferredMemory, version: int, index_map: IndexMap) -> Reader:
-        """Return a reader of a memory as it is after the write at position `version` in `memory.writes`."""
-        partial_writes: list[tuple[RecordedStep, View]] = []
+    def _make_reader_after_write(
+        self, memory: DeferredMemory, write_index: int, index_map: IndexMap
+    ) -> Reader:
+        """Return a reader of a memory as it is after the write at position `write_index` in `memory.writes`."""
+        partial_writes: list[tuple[RecordedOperation, View]] = []
         while True:
-            step = self._steps[memory.writes[version]]
-            made = step.find_result_that_created(memory)
-            written = [made] if made is not None else [each for each in step.writes if each.memory is memory]
+            operation = self._operations[memory.writes[write_index]]
+            made = operation.find_result_that_created(memory)
+            written = [v for v in (operation.writes if made is None else [made]) if v.memory is memory]
             # Every partial write takes part in the computation of each span, so limit the number of partial writes.
             if len(written) != 1 or len(partial_writes) > _MAX_PARTIAL_WRITES:
-                raise self._make_step_error(step)
+                raise self._make_needs_whole_tensor_error(operation)
             [view] = written
-            if view.is_whole_memory and step.op.overloadpacket is not aten.index_put_:
+            if view.is_whole_memory and operation.op.overloadpacket is not aten.index_put_:
                 break
             if made is not None:
-                raise self._make_step_error(step)
-            partial_writes.append((step, view))
-            version -= 1
+                raise self._make_needs_whole_tensor_error(operation)
+            partial_writes.append((operation, view))
+            write_index -= 1
         if not partial_writes:
-            return self._make_result_reader(step, view, index_map.map_to_view(view))
-        base = self._make_memory_reader(memory, step.number + 1, index_map)
-        made = [self._make_partial_write(step, view, index_map) for step, view in reversed(partial_writes)]
-        return OverwritingReader(base, made)
+            return self._make_result_reader(operation, view, index_map.convert_to_view_map(view))
+        base = self._make_memory_reader(memory, operation.number + 1, index_map)
+        writers = [self._make_view_writer(*each, index_map) for each in reversed(partial_writes)]
+        return OverwritingReader(base, writers)
 
-    # -- steps that write part of a storage
+    # -- operations that write part of a storage
 
-    def _make_partial_write(self, step: RecordedStep, view: View, index_map: IndexMap) -> SpanWrite:
-        """Return a function that overwrites elements with the values that a step writes to a part of a memory."""
-        if step.op.overloadpacket is aten.index_put_:
-            return self._make_indexed_write(step, view)
-        if not view.is_ordered:
-            raise self._make_step_error(step)
-        reader = _register_consumer(self._make_result_reader(step, view, index_map.map_to_view(view)))
+    def _make_view_writer(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> SpanWriter:
+        """Return a function that overwrites elements with the values that an operation writes to a view."""
+        if operation.op.overloadpacket is aten.index_put_:
+            return self._make_indexed_writer(operation, view)
+        if not view.has_ascending_offsets:
+            raise self._make_needs_whole_tensor_error(operation)
+        result_reader = self._make_result_reader(operation, view, index_map.convert_to_view_map(view))
+        reader = _add_consumer(result_reader)
         if view.is_dense:
-            return make_span_write(view.offset, view.numel, reader)
-        return make_strided_write(view.geometry, reader)
+            return make_span_writer(view.offset, view.numel, reader)
+        return make_strided_writer(view.geometry, reader)
 
-    def _make_indexed_write(self, step: RecordedStep, view: View) -> SpanWrite:
+    def _make_indexed_writer(self, operation: RecordedOperation, view: View) -> SpanWriter:
         """Return a function that writes as `tensor[indices] = values` does. Raise if an argument is deferred."""
-        indices, values = step.args[1:3]
-        accumulates = _get_positional_argument(step, 3, False)
+        indices, values = operation.args[1:3]
+        accumulates = _get_positional_argument(operation, 3, False)
         if accumulates or any(isinstance(each, View) for each in (*indices, values)):
-            raise self._make_step_error(step)
+            raise self._make_needs_whole_tensor_error(operation)
         index = tuple(slice(None) if each is None else each.value for each in indices)
         shape = torch.empty(1, device="cpu").expand(view.shape)[index].shape
         if shape.numel() > _MAX_INDEXED_ELEMENTS:
-            raise self._make_step_error(step)
+            raise self._make_needs_whole_tensor_error(operation)
         offsets = torch.full(shape, view.offset, device="cpu")
         for axis, (n, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
             along = torch.arange(n, device="cpu").view(
@@ -183,82 +186,84 @@ class ReaderBuilder:
             offsets += stride * along.expand(view.shape)[index]
         # torch does not define the result of duplicate indices, so refuse them.
         if offsets.unique().numel() < offsets.numel():  # pyright: ignore[reportUnknownMemberType]
-            raise self._make_step_error(step)
-        return make_offset_write(offsets.reshape(-1), values.value.expand(shape).reshape(-1))
+            raise self._make_needs_whole_tensor_error(operation)
+        return make_offset_writer(offsets.reshape(-1), values.value.expand(shape).reshape(-1))
 
-    # -- steps that write a whole tensor
+    # -- operations that write a whole tensor
 
-    def _make_result_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
-        """Return a reader of the elements that a step writes to a view."""
-        packet = step.op.overloadpacket
-        if step.state is not None:
-            fill = find_random_fill(step, view)
+    def _make_result_reader(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> Reader:
+        """Return a reader of the elements that an operation writes to a view."""
+        packet = operation.op.overloadpacket
+        if operation.state is not None:
+            fill = find_random_fill(operation, view)
             if fill is None:
-                raise self._make_step_error(step)
-            if step.seed is not None:
-                return TileReader(fill, view.geometry.shape, step.seed)
-            return StreamReader(fill, view.numel, step.state, self._piece)
+                raise self._make_needs_whole_tensor_error(operation)
+            if operation.seed is not None:
+                return TileReader(fill, view.geometry.shape, operation.seed)
+            return RandomFillReader(fill, view.numel, operation.state, self._piece)
         if packet in FILLED:
             return FillReader(FILLED[packet], view.dtype)
         if packet in FILLED_WITH:
-            value = step.args[FILLED_WITH[packet]]
+            value = operation.args[FILLED_WITH[packet]]
             if isinstance(value, View):
-                raise self._make_step_error(step)
+                raise self._make_needs_whole_tensor_error(operation)
             return FillReader(value.value.item() if isinstance(value, Constant) else value, view.dtype)
         if packet in COPIES:
-            source = self._make_operand_reader(step, step.args[packet is aten.copy_], view, index_map)
+            source_arg = operation.args[packet is aten.copy_]
+            source = self._make_operand_reader(operation, source_arg, view, index_map)
             return ElementwiseReader(methodcaller("to", view.dtype), [source], owns_first=True)
-        if is_pointwise(step):
-            return self._make_pointwise_reader(step, view, index_map)
+        if is_pointwise(operation):
+            return self._make_pointwise_reader(operation, view, index_map)
         if packet in (aten.cat, aten.stack):
-            return self._make_concatenated_reader(step, view, index_map)
+            return self._make_concat_reader(operation, view, index_map)
         if packet in ROWS or packet is aten.gather:
-            return self._make_row_reader(step, view, index_map)
-        raise self._make_step_error(step)
+            return self._make_row_reader(operation, view, index_map)
+        raise self._make_needs_whole_tensor_error(operation)
 
-    def _make_pointwise_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
-        if any(isinstance(each, View | Constant) for each in step.kwargs.values()):
-            raise self._make_step_error(step)
+    def _make_pointwise_reader(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> Reader:
+        if any(isinstance(each, View | Constant) for each in operation.kwargs.values()):
+            raise self._make_needs_whole_tensor_error(operation)
         inputs: list[Reader] = []
-        args, places = list(step.args), list[int]()
+        args, places = list(operation.args), list[int]()
         for place, arg in enumerate(args):
             if isinstance(arg, Constant) and arg.value.numel() == 1:
                 args[place] = arg.value.reshape(() if arg.value.dim() == 0 else (1,))
             elif isinstance(arg, View | Constant):
                 places.append(place)
-                inputs.append(self._make_operand_reader(step, arg, view, index_map))
+                inputs.append(self._make_operand_reader(operation, arg, view, index_map))
 
-        def compute_step(*values: torch.Tensor) -> torch.Tensor:
+        def compute_elements(*values: torch.Tensor) -> torch.Tensor:
             arguments = {**dict(enumerate(args)), **dict(zip(places, values, strict=True))}
-            return step.op(*arguments.values(), **step.kwargs)
+            return operation.op(*arguments.values(), **operation.kwargs)
 
-        return ElementwiseReader(compute_step, inputs, owns_first=bool(step.writes))
+        return ElementwiseReader(compute_elements, inputs, owns_first=bool(operation.writes))
 
     def _make_operand_reader(
-        self, step: RecordedStep, arg: View | Constant, view: View, index_map: IndexMap
+        self, operation: RecordedOperation, arg: View | Constant, view: View, index_map: IndexMap
     ) -> Reader:
-        """Return a reader of an argument's elements at the positions that a pointwise step writes."""
+        """Return a reader of an argument's elements at the positions that a pointwise operation writes."""
         if isinstance(arg, Constant):
-            return _register_consumer(TensorReader(arg.value.expand(view.shape).permute(view.axis_order)))
-        reader = self._make_view_reader(arg, step.number, index_map) if arg.has_same_order(view) else None
+            return _add_consumer(TensorReader(arg.value.expand(view.shape).permute(view.axis_order)))
+        is_alike = arg.has_same_memory_order(view)
+        reader = self._make_view_reader(arg, operation.number, index_map) if is_alike else None
         if reader is None:
-            raise self._make_step_error(step)
+            raise self._make_needs_whole_tensor_error(operation)
         return reader
 
-    def _make_concatenated_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
+    def _make_concat_reader(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> Reader:
         """Return a reader of the result of a concatenation along an axis, or of a stack along a new first axis."""
-        axis = _get_positional_argument(step, 1, 0) % max(1, len(view.shape))
-        is_stack = step.op.overloadpacket is aten.stack
+        axis = _get_positional_argument(operation, 1, 0) % max(1, len(view.shape))
+        is_stack = operation.op.overloadpacket is aten.stack
         outer = math.prod(view.shape[:axis])
         if not view.is_contiguous or (axis and (is_stack or view.numel // outer < _MIN_PERIOD)):
-            raise self._make_step_error(step)
+            raise self._make_needs_whole_tensor_error(operation)
         parts: list[tuple[Reader, int]] = []
         begin = 0
-        for part in step.args[0]:
+        for part in operation.args[0]:
             reader: Reader | None = None
             if isinstance(part, Constant):
                 reader, numel, dtype = (
-                    _register_consumer(TensorReader(part.value)),
+                    _add_consumer(TensorReader(part.value)),
                     part.value.numel(),
                     part.value.dtype,
                 )
@@ -267,53 +272,54 @@ class ReaderBuilder:
                 if part.is_contiguous:
                     within = index_map._replace(shift=index_map.shift - begin)
                     reader = self._make_view_reader(
-                        part, step.number, IndexMap((step, begin, index_map)) if axis else within
+                        part, operation.number, IndexMap((operation, begin, index_map)) if axis else within
                     )
             if reader is None or dtype != view.dtype:
-                raise self._make_step_error(step)
+                raise self._make_needs_whole_tensor_error(operation)
             parts.append((reader, numel // outer))
             begin += numel // outer
         return InterleavedReader(parts) if axis else ConcatenatedReader(parts)
 
-    def _make_row_reader(self, step: RecordedStep, view: View, index_map: IndexMap) -> Reader:
+    def _make_row_reader(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> Reader:
         """Return a reader of the results of an operation along short rows, such as the maximum of each row."""
-        gathers = step.op.overloadpacket is aten.gather
-        axis = _get_positional_argument(step, 1, None)
-        which = next(
-            (i for i, made in enumerate(step.results) if made is not None and made.memory is view.memory), -1
-        )
+        gathers = operation.op.overloadpacket is aten.gather
+        axis = _get_positional_argument(operation, 1, None)
+        memories = [None if made is None else made.memory for made in operation.results]
+        which = memories.index(view.memory) if view.memory in memories else -1
         if not isinstance(axis, int) or not view.is_contiguous or which < 0:
-            raise self._make_step_error(step)
+            raise self._make_needs_whole_tensor_error(operation)
         inputs: list[tuple[Reader, int]] = []
-        for source in (step.args[0], step.args[2]) if gathers else (step.args[0],):
+        for source in (operation.args[0], operation.args[2]) if gathers else (operation.args[0],):
             n = source.shape[-1] if isinstance(source, View) and source.shape else 0
             if not 0 < n <= _MAX_ROW_LENGTH or axis not in (-1, len(source.shape) - 1):
-                raise self._make_step_error(step)
-            rows = index_map.map_to_rows(n)
-            reader = self._make_view_reader(source, step.number, rows) if source.is_contiguous else None
+                raise self._make_needs_whole_tensor_error(operation)
+            rows = index_map.convert_to_row_start_map(n)
+            reader = self._make_view_reader(source, operation.number, rows) if source.is_contiguous else None
             if reader is None or source.numel != n * view.numel:
-                raise self._make_step_error(step)
+                raise self._make_needs_whole_tensor_error(operation)
             inputs.append((reader, n))
 
         def compute_from_rows(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-            made = step.op(rows, -1, *others)
+            made = operation.op(rows, -1, *others)
             return made if isinstance(made, torch.Tensor) else made[which]
 
         return RowReader(compute_from_rows, inputs)
 
-    def _make_step_error(self, step: RecordedStep) -> NeedsWholeTensorError:
-        """Return the error that a step cannot be computed in one pass. It names the step that is the cause."""
-        memories = {view.memory for view in step.iterate_inputs()}
-        before = (self._steps[n] for n in find_needed_indices(self._steps, memories, step.number))
-        cause = next((e for e in before if not can_be_split(e)), step) if can_be_split(step) else step
-        caller, name = cause.caller or step.caller, cause.name
+    def _make_needs_whole_tensor_error(self, operation: RecordedOperation) -> NeedsWholeTensorError:
+        """Return the error for an operation that cannot be computed in spans. It names the operation to blame."""
+        memories = {view.memory for view in operation.iterate_inputs()}
+        numbers = find_needed_operation_numbers(self._operations, memories, operation.number)
+        causes = [*(self._operations[n] for n in numbers), operation]
+        causes = causes if can_be_computed_in_spans(operation) else [operation]
+        cause = next((each for each in causes if not can_be_computed_in_spans(each)), operation)
+        caller, name = cause.caller or operation.caller, cause.name
         return NeedsWholeTensorError(f"{caller or name} needs the whole tensor" + f": {name}" * bool(caller))
 
 
-def _register_consumer(reader: Reader) -> Reader:
+def _add_consumer(reader: Reader) -> Reader:
     reader.consumers += 1
     return reader
 
 
-def _get_positional_argument(step: RecordedStep, position: int, default: object) -> Any:
-    return step.args[position] if len(step.args) > position else default
+def _get_positional_argument(operation: RecordedOperation, position: int, default: object) -> Any:
+    return operation.args[position] if len(operation.args) > position else default

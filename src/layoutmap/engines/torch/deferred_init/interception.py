@@ -35,7 +35,8 @@ def intercept_operations(tape: Any, fake_mode: Any) -> Generator[None]:
         tape: The `Tape`. A type annotation would be a circular import.
         fake_mode: The tape's own fake tensor mode, which is left at the end if an interrupt left it active.
     """
-    with _support_module_to(tape), _RecordingModes(_ReadMode(tape), _OperationMode(tape), inner=fake_mode):
+    modes = _ValueReadMode(tape), _OperationRecordingMode(tape)
+    with _support_module_conversions(tape), _RecordingModes(*modes, inner=fake_mode):
         yield
 
 
@@ -44,19 +45,21 @@ class _RecordingModes(ClosingContext):
 
     def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
-        self._inner = inner  # `close` also ends this mode, because an interrupt may have left it active
+        self._inner = (
+            inner  # `close_context` also ends this mode, because an interrupt may have left it active
+        )
         self._thread = threading.get_ident()
 
-    def open(self) -> None:
+    def open_context(self) -> None:
         # A recording may have ended on another thread, which could not remove its modes from this thread, so remove
         # them now.
         for mode in (*list_function_modes(), *list_dispatch_modes()):
-            if isinstance(mode, (_ReadMode, _OperationMode)) and not mode.tape.is_recording:
+            if isinstance(mode, (_ValueReadMode, _OperationRecordingMode)) and not mode.tape.is_recording:
                 _leave_mode(mode)
         for mode in self._modes:
             mode.__enter__()
 
-    def close(self) -> None:
+    def close_context(self) -> None:
         if threading.get_ident() == self._thread:
             for mode in (self._inner, *reversed(self._modes)):
                 _leave_mode(mode)
@@ -72,15 +75,15 @@ def _leave_mode(mode: Any) -> None:
             each.__enter__()
 
 
-class _OperationMode(TorchDispatchMode):
-    """Send each operation to a tape."""
+class _OperationRecordingMode(TorchDispatchMode):
+    """Dispatch mode that passes each operation to a tape, which runs or records it."""
 
     def __init__(self, tape: Any) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.tape = tape
 
     def __torch_dispatch__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
-        return self.tape.run_or_record(func, args, kwargs or {})
+        return self.tape.run_or_record_operation(func, args, kwargs or {})
 
 
 _SET_DATA = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
@@ -88,7 +91,7 @@ _COPIES = (torch.Tensor.__deepcopy__,)  # pyright: ignore[reportUnknownMemberTyp
 _READS = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__reduce_ex__")}
 
 
-class _ReadMode(TorchFunctionMode):
+class _ValueReadMode(TorchFunctionMode):
     """Intercept tensor methods that read values or addresses without an operation of torch's dispatcher."""
 
     def __init__(self, tape: Any) -> None:
@@ -104,12 +107,12 @@ class _ReadMode(TorchFunctionMode):
             # a storage.
             return get_storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
-            return func(args[0], self._convert_data_like(*args))
+            return func(args[0], self._defer_or_evaluate_data(*args))
         if func in _READS and self.tape.is_deferred(args[0]):
             return func(self.tape.evaluate_tensors(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
-    def _convert_data_like(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    def _defer_or_evaluate_data(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """Return the data to assign to a tensor: deferred if the tensor is deferred, otherwise with values."""
         if self.tape.is_deferred(tensor) == self.tape.is_deferred(data):
             return data
@@ -147,7 +150,7 @@ def _list_recording_tapes() -> list[Any]:
 
 
 @contextmanager
-def _support_module_to(tape: Any) -> Generator[None]:
+def _support_module_conversions(tape: Any) -> Generator[None]:
     """Make `Module.to` and similar methods convert deferred parameters while the `with` block runs."""
     with _APPLY.activate():
         before = _list_recording_tapes()
@@ -158,7 +161,7 @@ def _support_module_to(tape: Any) -> Generator[None]:
             _open.tapes = tuple(ref for ref in getattr(_open, "tapes", ()) if ref() not in (None, tape))
 
 
-def _make_module_apply(original: Function) -> Function:
+def _make_apply_for_deferred_parameters(original: Function) -> Function:
     @functools.wraps(original)
     def _apply(module: torch.nn.Module, fn: Function, recurse: bool = True) -> object:
         tapes = _list_recording_tapes()
@@ -197,4 +200,4 @@ def _make_module_apply(original: Function) -> Function:
     return _apply
 
 
-_APPLY = Patches([AttributePatch(torch.nn.Module, "_apply", _make_module_apply)])
+_APPLY = Patches([AttributePatch(torch.nn.Module, "_apply", _make_apply_for_deferred_parameters)])

@@ -30,7 +30,7 @@ _LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _N)
 Block = npt.NDArray[np.uint32]
 
 
-def get_word_position(generator: torch.Generator) -> int:
+def count_used_block_words(generator: torch.Generator) -> int:
     """Return how many words of its current block a generator has used."""
     state = generator.get_state().numpy()
     left, following = int(state[_LEFT].view(np.int32)[0]), int(state[_NEXT].view(np.uint64)[0])
@@ -40,7 +40,7 @@ def get_word_position(generator: torch.Generator) -> int:
 def jump_ahead(generator: torch.Generator, num_words: int) -> None:
     """Advance a generator by a number of 32-bit words. Its cached second number of a normal pair is not changed."""
     state = generator.get_state().numpy().copy()
-    blocks, place = divmod(get_word_position(generator) + num_words - 1, _N)
+    blocks, place = divmod(count_used_block_words(generator) + num_words - 1, _N)
     place += 1
     block: Block = state[_WORDS].view(np.uint64).astype(np.uint32)
     # The first block after seeding is not part of the recurrence, so step to the next block. The remaining distance
@@ -64,9 +64,9 @@ def can_jump_exactly() -> bool:
     try:
         for generator in (drawn, jumped):
             generator.manual_seed(20)
-            _draw_words(generator, 5)
+            _draw_32_bit_words(generator, 5)
         for words in (41 * _N + 7, 2 * _N, 1, 100):
-            _draw_words(drawn, words)
+            _draw_32_bit_words(drawn, words)
             jump_ahead(jumped, words)
             if not torch.equal(drawn.get_state(), jumped.get_state()):
                 return False
@@ -75,7 +75,7 @@ def can_jump_exactly() -> bool:
     return True
 
 
-def _draw_words(generator: torch.Generator, num_words: int) -> None:
+def _draw_32_bit_words(generator: torch.Generator, num_words: int) -> None:
     torch.empty(num_words, dtype=torch.int32, device="cpu").random_(generator=generator)
 
 
@@ -132,7 +132,7 @@ def _reduce_modulo_recurrence(polynomial: int) -> int:
 
 
 def _multiply_by_remainder_polynomial(factor: int) -> int:
-    """Return the product of a polynomial and those terms of the recurrence's polynomial that equal x^19937."""
+    """Return a polynomial times the remainder of x^19937 modulo the polynomial of the recurrence."""
     total = 0
     for k in range(31):
         total = (total << (_N - 1)) ^ (total << (_M - 1)) ^ (factor if _A >> k & 1 else 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.torch.deferred_init.steps import RecordedStep
+from layoutmap.engines.torch.deferred_init.steps import RecordedOperation
 from layoutmap.engines.torch.operators import get_overload_name
 
 aten = torch.ops.aten
@@ -61,20 +61,18 @@ OVERWRITING = {*RANDOM_IN_PLACE, aten.zero_, aten.fill_, aten.copy_}
 """In-place operations that overwrite all previous values."""
 
 
-def is_pointwise(step: RecordedStep) -> bool:
+def is_pointwise(operation: RecordedOperation) -> bool:
     """Return whether each result element depends only on the arguments' elements at the same position."""
-    if step.op.overloadpacket not in _POINTWISE or get_overload_name(step.op).endswith("out"):
+    if operation.op.overloadpacket not in _POINTWISE or get_overload_name(operation.op).endswith("out"):
         return False
-    if step.name == "pow":
-        return step.args[1] in _EXPONENTS
+    if operation.name == "pow":
+        return operation.args[1] in _EXPONENTS
     # With any other `alpha`, a fused multiply-add rounds some elements once and others twice, so the bits may differ.
-    return step.kwargs.get("alpha", 1) in (1, -1)
+    return operation.kwargs.get("alpha", 1) in (1, -1)
 
 
-def can_be_split(step: RecordedStep) -> bool:
-    """Return whether a step can be computed some elements at a time, if its tensors have the same memory order."""
-    packet = step.op.overloadpacket
-    known = packet in FILLED or packet in FILLED_WITH or packet in COPIES or packet in ROWS
-    return (
-        known or step.state is not None or is_pointwise(step) or packet in (aten.gather, aten.cat, aten.stack)
-    )
+def can_be_computed_in_spans(operation: RecordedOperation) -> bool:
+    """Return whether an operation can be computed in spans, if its tensors have their axes in one memory order."""
+    packet = operation.op.overloadpacket
+    groups = FILLED, FILLED_WITH, COPIES, ROWS, (aten.gather, aten.cat, aten.stack)
+    return operation.state is not None or is_pointwise(operation) or any(packet in each for each in groups)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from layoutmap.core.blocks import Index, compute_block_shape, intersect_blocks, make_relative_index
-from layoutmap.engines.torch.deferred_init.readers import split_into_blocks
+from layoutmap.engines.torch.deferred_init.readers import split_range_into_blocks
 from layoutmap.engines.torch.deferred_init.spans import ElementSpan
-from layoutmap.engines.torch.deferred_init.streams import split_into_pieces
-from layoutmap.engines.torch.deferred_init.tiles import choose_tile_shape, count_columns
+from layoutmap.engines.torch.deferred_init.streams import split_range_into_pieces
+from layoutmap.engines.torch.deferred_init.tiles import choose_tile_shape, count_row_elements
 
 
 class BlockSlice(NamedTuple):
@@ -43,10 +43,10 @@ def iterate_spans_in_order(
     shape: Sequence[int], indices: Sequence[Index], piece_numel: int
 ) -> Iterator[tuple[ElementSpan, list[BlockSlice]]]:
     """Yield the spans of a tensor in order, each with its `BlockSlice`s. Spans that no block needs are skipped."""
-    for start, stop in split_into_pieces(math.prod(shape), piece_numel):
+    for start, stop in split_range_into_pieces(math.prod(shape), piece_numel):
         parts: list[BlockSlice] = []
         offset = 0
-        for box in split_into_blocks(shape, start, stop):
+        for box in split_range_into_blocks(shape, start, stop):
             of_box = compute_block_shape(box)
             for number, index in enumerate(indices):
                 both = intersect_blocks(box, index)
@@ -69,7 +69,7 @@ def iterate_spans_by_tiles(
     shape: Sequence[int], indices: Sequence[Index], piece_numel: int
 ) -> Iterator[tuple[ElementSpan, list[BlockSlice]]]:
     """Yield the spans of each block, each with its `BlockSlice`. Spans end at borders of tiles or of the block."""
-    columns = count_columns(shape)
+    columns = count_row_elements(shape)
     # The first axis of which a row contains all elements; the axes before it number the rows.
     row_axis = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
     for block, index in enumerate(indices):

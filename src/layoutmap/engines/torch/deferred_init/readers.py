@@ -1,8 +1,8 @@
 """Read a tensor's values in spans, from the first element to the last.
 
 A reader represents a flattened tensor, in memory order, that is never stored as a whole. Each `read_span` must ask for
-later elements than the last one, or for a part of the last span. Callers must not change its result. `read_writable`
-returns a result that they may change, and copies if there are several consumers.
+later elements than the last one, or for a part of the last span. Callers must not change its result.
+`read_writable_span` returns a result that they may change, and copies if there are several consumers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from layoutmap.engines.torch.deferred_init.steps import MemoryGeometry
 class Reader:
     """Compute the elements of a tensor, one span at a time. Subclasses implement `_compute_elements`."""
 
-    shares = False  # whether the result may share memory with another object
+    shares_memory = False  # whether the result may share memory with another object
 
     def __init__(self) -> None:
         self.consumers = 0
@@ -44,10 +44,10 @@ class Reader:
         self._span = span
         return self._values
 
-    def read_writable(self, span: ElementSpan) -> torch.Tensor:
+    def read_writable_span(self, span: ElementSpan) -> torch.Tensor:
         """Return the elements of a span in memory that the caller may change."""
         values = self.read_span(span)
-        return values.clone() if self.shares or self.consumers > 1 else values
+        return values.clone() if self.shares_memory or self.consumers > 1 else values
 
     def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
         raise NotImplementedError
@@ -72,7 +72,7 @@ class TensorReader(Reader):
         values: The tensor, with its axes in the order of the memory that is read.
     """
 
-    shares = True
+    shares_memory = True
 
     def __init__(self, values: torch.Tensor) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TensorReader(Reader):
         found = [
             box
             for begin in begins
-            for box in split_into_blocks(self._tensor.shape, begin, begin + span.length)
+            for box in split_range_into_blocks(self._tensor.shape, begin, begin + span.length)
         ]
         return torch.cat([self._tensor[box].reshape(-1) for box in found])
 
@@ -107,13 +107,13 @@ class ShiftedReader(Reader):
         """Return the elements of a span. The caller must not change them."""
         return self._reader.read_span(span.shift_by(self._offset))
 
-    def read_writable(self, span: ElementSpan) -> torch.Tensor:
+    def read_writable_span(self, span: ElementSpan) -> torch.Tensor:
         """Return the elements of a span in memory that the caller may change."""
-        return self._reader.read_writable(span.shift_by(self._offset))
+        return self._reader.read_writable_span(span.shift_by(self._offset))
 
 
 class StridedReader(Reader):
-    """Read a strided view: from a wrapped reader, some elements in ascending order."""
+    """Read the elements of a strided view from a reader of the whole memory."""
 
     def __init__(self, reader: Reader, geometry: MemoryGeometry) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class ElementwiseReader(Reader):
 
     def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
         first = slice(0, int(self._owns_first))
-        owned = [reader.read_writable(span) for reader in self._inputs[first]]
+        owned = [reader.read_writable_span(span) for reader in self._inputs[first]]
         rest = [reader.read_span(span) for reader in self._inputs[len(owned) :]]
         return self._function(*owned, *rest)
 
@@ -216,25 +216,25 @@ class RowReader(Reader):
         return self._function(*rows).reshape(span.numel)
 
 
-SpanWrite = Callable[[torch.Tensor, ElementSpan], None]
+SpanWriter = Callable[[torch.Tensor, ElementSpan], None]
 """Function that writes new values for some elements into the values of a span."""
 
 
-def make_span_write(offset: int, numel: int, reader: Reader) -> SpanWrite:
+def make_span_writer(offset: int, numel: int, reader: Reader) -> SpanWriter:
     """Return a function that overwrites consecutive elements with those of a reader."""
 
-    def write_values(values: torch.Tensor, span: ElementSpan) -> None:
+    def overwrite_values(values: torch.Tensor, span: ElementSpan) -> None:
         part = span.clip_to(offset, offset + numel)
         if part is not None:
             values[part[1]] = reader.read_span(part[0].shift_by(-offset))
 
-    return write_values
+    return overwrite_values
 
 
-def make_strided_write(geometry: MemoryGeometry, reader: Reader) -> SpanWrite:
+def make_strided_writer(geometry: MemoryGeometry, reader: Reader) -> SpanWriter:
     """Return a function that overwrites the elements of a strided view with those of a reader."""
 
-    def write_values(values: torch.Tensor, span: ElementSpan) -> None:
+    def overwrite_values(values: torch.Tensor, span: ElementSpan) -> None:
         low, high = geometry.count_elements_before(span.start), geometry.count_elements_before(span.stop)
         if low < high and span.rows > 1:
             raise UnreadableSpanError
@@ -242,11 +242,11 @@ def make_strided_write(geometry: MemoryGeometry, reader: Reader) -> SpanWrite:
             new_values = reader.read_span(ElementSpan(low, high - low))
             values[geometry.list_offsets(low, high) - span.start] = new_values
 
-    return write_values
+    return overwrite_values
 
 
-def make_offset_write(offsets: torch.Tensor, values: torch.Tensor) -> SpanWrite:
-    """Return a function that overwrites the elements at some offsets.
+def make_offset_writer(offsets: torch.Tensor, values: torch.Tensor) -> SpanWriter:
+    """Return a function that writes given values to the elements at given offsets.
 
     Args:
         offsets: Positions of elements, in any order, without duplicates.
@@ -255,7 +255,7 @@ def make_offset_write(offsets: torch.Tensor, values: torch.Tensor) -> SpanWrite:
     in_order, order = offsets.sort()
     ordered = values[order]
 
-    def write_values(values: torch.Tensor, span: ElementSpan) -> None:
+    def overwrite_values(values: torch.Tensor, span: ElementSpan) -> None:
         ends = torch.tensor([span.start, span.stop], device="cpu")
         low, high = torch.searchsorted(in_order, ends).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         positions, new = in_order[low:high] - span.start, ordered[low:high]
@@ -265,29 +265,29 @@ def make_offset_write(offsets: torch.Tensor, values: torch.Tensor) -> SpanWrite:
             positions, new = (row * span.length + column)[is_in_span], new[is_in_span]
         values[positions] = new.to(values.dtype)
 
-    return write_values
+    return overwrite_values
 
 
 class OverwritingReader(Reader):
-    """Read from a wrapped reader, and then overwrite some of the values by functions, one after the other."""
+    """Read from a wrapped reader, and then let several functions overwrite some of the values in turn."""
 
-    def __init__(self, reader: Reader, writes: Sequence[SpanWrite]) -> None:
+    def __init__(self, reader: Reader, writes: Sequence[SpanWriter]) -> None:
         super().__init__()
         self._reader = reader
         self._writes = writes
 
     def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
-        values = self._reader.read_writable(span)
+        values = self._reader.read_writable_span(span)
         for write in self._writes:
             write(values, span)
         return values
 
 
-def split_into_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+def split_range_into_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """Yield the indices of blocks that together contain the elements from `start` to `stop`, in row-major order.
 
     Example:
-        >>> list(split_into_blocks((4, 3), 2, 9))
+        >>> list(split_range_into_blocks((4, 3), 2, 9))
         [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None))]
     """
     if start >= stop:
@@ -300,11 +300,11 @@ def split_into_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[t
     first, begin = divmod(start, inner)
     last, end = divmod(stop, inner)
     if first == last:
-        yield from ((slice(first, first + 1), *box) for box in split_into_blocks(rest, begin, end))
+        yield from ((slice(first, first + 1), *box) for box in split_range_into_blocks(rest, begin, end))
         return
     if begin:
-        yield from ((slice(first, first + 1), *box) for box in split_into_blocks(rest, begin, inner))
+        yield from ((slice(first, first + 1), *box) for box in split_range_into_blocks(rest, begin, inner))
         first += 1
     if first < last:
         yield (slice(first, last), *(slice(0, n) for n in rest))
-    yield from ((slice(last, last + 1), *box) for box in split_into_blocks(rest, 0, end))
+    yield from ((slice(last, last + 1), *box) for box in split_range_into_blocks(rest, 0, end))

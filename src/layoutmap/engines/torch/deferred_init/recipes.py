@@ -11,9 +11,9 @@ from layoutmap.core.blocks import Index, compute_block_shape, make_full_index
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.engines.torch.deferred_init.elementwise import NeedsWholeTensorError, ReaderBuilder
 from layoutmap.engines.torch.deferred_init.passes import iterate_spans_by_tiles, iterate_spans_in_order
-from layoutmap.engines.torch.deferred_init.replay import find_needed_indices, replay_steps
+from layoutmap.engines.torch.deferred_init.replay import find_needed_operation_numbers, replay_operations
 from layoutmap.engines.torch.deferred_init.spans import UnreadableSpanError
-from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedStep, View
+from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedOperation, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.trees import tree_map
 
@@ -24,9 +24,9 @@ class Recipe:
     """Describe how to compute the values of one tensor, bit for bit as in the unsharded program.
 
     Args:
-        steps: The recorded steps.
+        operations: The recorded operations.
         view: The tensor.
-        until: The number of the first step that does not affect the tensor.
+        end_number: The number of the first operation that does not affect the tensor.
         piece_numel: The number of elements to compute at a time, a multiple of 16.
 
     Attributes:
@@ -36,20 +36,20 @@ class Recipe:
     """
 
     def __init__(
-        self, steps: Sequence[RecordedStep], view: View, until: int, piece_numel: int = PIECE
+        self, operations: Sequence[RecordedOperation], view: View, end_number: int, piece_numel: int = PIECE
     ) -> None:
-        self._steps = steps
+        self._operations = operations
         self._view = view
-        self._until = until
+        self._end_number = end_number
         self._piece = piece_numel
         self.shape = view.shape
         self.dtype = view.dtype
         self.why_global = ""
-        past = [steps[n] for n in find_needed_indices(steps, {view.memory}, until)]
-        by_blocks = any(step.seed is not None or _is_read_from_file(step) for step in past)
+        past = [operations[n] for n in find_needed_operation_numbers(operations, {view.memory}, end_number)]
+        by_blocks = any(operation.seed is not None or _is_read_from_file(operation) for operation in past)
         self._reads = iterate_spans_by_tiles if by_blocks else iterate_spans_in_order
         try:
-            ReaderBuilder(steps).make_reader(view, until)
+            ReaderBuilder(operations).make_reader(view, end_number)
         except NeedsWholeTensorError as reason:
             self.why_global = str(reason)
 
@@ -58,18 +58,18 @@ class Recipe:
         """Return the unsharded tensor, with the strides that it has in the unsharded program."""
         if not self.why_global:
             tensor = torch.empty_strided(self.shape, self._view.strides, dtype=self.dtype, device="cpu")
-            if self._fill_blocks([(make_full_index(self.shape), tensor)]):
+            if self._try_to_fill_blocks([(make_full_index(self.shape), tensor)]):
                 return tensor
-        folded = self._compute_any_or_all()
+        folded = self._compute_any_or_all_in_spans()
         if folded is not None:
             return folded
-        return replay_steps(self._steps, [self._view], self._until)[0]
+        return replay_operations(self._operations, [self._view], self._end_number)[0]
 
     def format_text(self) -> str:
         """Return the recipe as text, one line per operation. Equal texts mean equal values in any process."""
         names: dict[DeferredMemory, str] = {}
 
-        def format_leaf(leaf: object) -> Any:
+        def format_argument(leaf: object) -> Any:
             if isinstance(leaf, View):
                 where = "" if leaf.is_whole_memory else f" at {leaf.offset} by {leaf.strides}"
                 where += " conj" * leaf.conj + " neg" * leaf.neg
@@ -81,17 +81,18 @@ class Recipe:
             # The index of a device differs between processes, so compare only its type.
             return leaf.type if isinstance(leaf, torch.device) else leaf
 
-        lines = [format_leaf(self._view)]
-        for number in find_needed_indices(self._steps, {self._view.memory}, self._until):
-            step = self._steps[number]
-            given = [str(tree_map(format_leaf, each)) for each in step.args]
-            given += [f"{name}={tree_map(format_leaf, step.kwargs[name])}" for name in sorted(step.kwargs)]
-            if step.state is not None:
-                given.append(f"random state {_format_checksum(step.state)}")
-            if step.seed is not None:
-                given.append(f"seed {step.seed}")
-            made = [format_leaf(view) for view in step.results if view is not None]
-            lines.append(f"{step.op}({', '.join(given)}) gives {', '.join(made)}")
+        lines = [format_argument(self._view)]
+        for number in find_needed_operation_numbers(self._operations, {self._view.memory}, self._end_number):
+            operation = self._operations[number]
+            given = [str(tree_map(format_argument, each)) for each in operation.args]
+            named = sorted(operation.kwargs.items())
+            given += [f"{name}={tree_map(format_argument, value)}" for name, value in named]
+            if operation.state is not None:
+                given.append(f"random state {_format_checksum(operation.state)}")
+            if operation.seed is not None:
+                given.append(f"seed {operation.seed}")
+            made = [format_argument(view) for view in operation.results if view is not None]
+            lines.append(f"{operation.op}({', '.join(given)}) gives {', '.join(made)}")
         return "\n".join(lines)
 
     def compute_blocks(self, indices: Sequence[Index]) -> list[torch.Tensor]:
@@ -103,7 +104,7 @@ class Recipe:
             blocks = [
                 torch.empty(compute_block_shape(index), dtype=self.dtype, device="cpu") for index in indices
             ]
-            if self._fill_blocks(list(zip(indices, blocks, strict=True))):
+            if self._try_to_fill_blocks(list(zip(indices, blocks, strict=True))):
                 return blocks
         values = self.compute_global_value()
         return [values[index].clone(memory_format=torch.contiguous_format) for index in indices]
@@ -113,20 +114,22 @@ class Recipe:
         """Return the recipe of a tensor that already has values."""
         memory = DeferredMemory(tensor.untyped_storage(), tensor.dtype, [0])
         view = View(memory, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        step = RecordedStep(0, torch.ops.aten.clone.default, (Constant(tensor.detach()),), {}, (view,), ())
-        return Recipe([step], view, 1)
+        clone, constant = torch.ops.aten.clone.default, Constant(tensor.detach())
+        operation = RecordedOperation(0, clone, (constant,), {}, (view,), ())
+        return Recipe([operation], view, 1)
 
-    def _compute_any_or_all(self) -> torch.Tensor | None:
+    def _compute_any_or_all_in_spans(self) -> torch.Tensor | None:
         """Return the result of a recipe that ends in `any` or `all`, or None if one pass cannot compute it."""
-        step = self._steps[self._view.memory.writes[0]]
-        if step.op not in (torch.ops.aten.any.default, torch.ops.aten.all.default):
+        number = self._view.memory.writes[0]
+        operation = self._operations[number]
+        if operation.op not in (torch.ops.aten.any.default, torch.ops.aten.all.default):
             return None
-        [source] = step.args
-        if not isinstance(source, View) or self._until <= self._view.memory.writes[-1]:
+        [source] = operation.args
+        if not isinstance(source, View) or self._end_number <= self._view.memory.writes[-1]:
             return None
-        decisive = step.name == "any"  # element value that decides the result and ends the pass
+        decisive = operation.name == "any"  # element value that decides the result and ends the pass
         try:
-            reader = ReaderBuilder(self._steps, self._piece).make_reader(source, self._view.memory.writes[0])
+            reader = ReaderBuilder(self._operations, self._piece).make_reader(source, number)
             shape = source.geometry.shape
             reads = self._reads(shape, [make_full_index(shape)], self._piece)
             values = (reader.read_span(span) for span, _ in reads)
@@ -135,13 +138,13 @@ class Recipe:
             return None
         return torch.tensor(found == decisive, dtype=self.dtype, device="cpu")
 
-    def _fill_blocks(self, blocks: Sequence[tuple[Index, torch.Tensor]]) -> bool:
+    def _try_to_fill_blocks(self, blocks: Sequence[tuple[Index, torch.Tensor]]) -> bool:
         """Fill blocks with their values in one pass, and return whether one pass was enough."""
         # Elements are computed in memory order, so permute the axes of indices and blocks to this order.
         order = self._view.axis_order
         indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
         permuted = [block.permute(order) for _, block in blocks]
-        reader = ReaderBuilder(self._steps, self._piece).make_reader(self._view, self._until)
+        reader = ReaderBuilder(self._operations, self._piece).make_reader(self._view, self._end_number)
         try:
             with torch.no_grad():
                 for span, parts in self._reads([self.shape[axis] for axis in order], indices, self._piece):
@@ -153,8 +156,8 @@ class Recipe:
         return True
 
 
-def _is_read_from_file(step: RecordedStep) -> bool:
-    return any(isinstance(leaf, Constant) and leaf.is_mapped_file for leaf in step.args)
+def _is_read_from_file(operation: RecordedOperation) -> bool:
+    return any(isinstance(leaf, Constant) and leaf.is_mapped_file for leaf in operation.args)
 
 
 def _format_checksum(tensor: torch.Tensor) -> str:

@@ -1,7 +1,7 @@
-"""Describe recorded steps: operations, and views of memory that is not allocated.
+"""Describe recorded operations, and views of memory that is not allocated.
 
-A deferred tensor is a `View` of a `DeferredMemory`. Views need no step, because torch reports the memory of an
-operation's result. So each step creates or changes memory, and the history of a tensor is a list of such steps.
+A deferred tensor is a `View` of a `DeferredMemory`. Views are not recorded, because torch reports the memory of an
+operation's result. So each recorded operation creates or changes memory, and a list of them is a tensor's history.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DeferredMemory:
     Args:
         storage: The fake storage, kept so that its id is not reused.
         dtype: The element type of the tensor that it was made for.
-        writes: The numbers of the steps that created or changed it, in order.
+        writes: The numbers of the operations that created or changed it, in order.
     """
 
     storage: torch.UntypedStorage
@@ -119,8 +119,8 @@ class View:
         ]
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether elements do not overlap, and an axis spans less memory than a stride of the next slower axis."""
+    def has_ascending_offsets(self) -> bool:
+        """Whether the elements, in memory order, have ascending offsets, so that no two overlap."""
         if self.dtype != self.memory.dtype or self.conj or self.neg:
             return False
         reach = 0
@@ -139,7 +139,7 @@ class View:
             tuple(self.strides[axis] for axis in self.axis_order),
         )
 
-    def has_same_order(self, other: View) -> bool:
+    def has_same_memory_order(self, other: View) -> bool:
         """Return whether another view has the same shape and the same order of axes in memory."""
         return self.shape == other.shape and self.axis_order == other.axis_order
 
@@ -153,7 +153,7 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Constant:
-    """A real tensor that a step reads, with the values that it had when the step was recorded.
+    """A real tensor that a recorded operation reads, with the values that it had at the recording.
 
     Args:
         value: The tensor.
@@ -165,7 +165,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordedStep:
+class RecordedOperation:
     """A recorded operation, with its arguments and results.
 
     Args:
@@ -200,7 +200,7 @@ class RecordedStep:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
 
     def find_result_that_created(self, memory: DeferredMemory) -> View | None:
-        """Return the result for which this step created a memory, or None if it did not create that memory."""
+        """Return the result for which this operation created a memory, or None if it did not create that memory."""
         written = {view.memory for view in self.writes}
         for view in self.results:
             if view is not None and view.memory is memory and memory not in written:

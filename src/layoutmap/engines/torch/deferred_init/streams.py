@@ -19,7 +19,7 @@ from layoutmap.engines.torch.deferred_init import jump
 from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
 from layoutmap.engines.torch.deferred_init.readers import Reader
 from layoutmap.engines.torch.deferred_init.spans import ElementSpan, UnreadableSpanError
-from layoutmap.engines.torch.deferred_init.steps import RecordedStep, View
+from layoutmap.engines.torch.deferred_init.steps import RecordedOperation, View
 from layoutmap.engines.torch.operators import (
     Args,
     Function,
@@ -66,7 +66,7 @@ class RandomFill:
 
     def skip_values(self, numel: int, generator: torch.Generator) -> None:
         """Advance a generator as if `numel` values were drawn."""
-        words = _count_generator_words(self)
+        words = _count_words_per_element(self)
         # Always draw the last group, because it may leave the second number of a normal pair in the generator's cache.
         ahead = (numel - _RNG_GROUP) // _RNG_GROUP * _RNG_GROUP
         # A jump is slower than drawing the skipped numbers if they are few.
@@ -74,7 +74,7 @@ class RandomFill:
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead
         room = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _RNG_GROUP), self.dtype)
-        for start, stop in split_into_pieces(numel):
+        for start, stop in split_range_into_pieces(numel):
             values = room[: 2 * (stop - start) : 2] if self.strided else room[: stop - start]
             self.op(values, *self.args, generator=generator)
 
@@ -117,20 +117,21 @@ def _can_draw_in_pieces(fill: RandomFill) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _count_generator_words(fill: RandomFill) -> int:
+def _count_words_per_element(fill: RandomFill) -> int:
     """Return how many 32-bit words of the generator each element takes, or 0 if the number varies."""
     generator = torch.Generator("cpu")
     generator.manual_seed(20)
     fill.draw_next_values(_RNG_GROUP, generator)
-    begin = jump.get_word_position(generator)
+    begin = jump.count_used_block_words(generator)
     fill.draw_next_values(_RNG_GROUP * 8, generator)
-    middle = jump.get_word_position(generator)
+    middle = jump.count_used_block_words(generator)
     fill.draw_next_values(_RNG_GROUP * 4, generator)
     each, rest = divmod(middle - begin, _RNG_GROUP * 8)
-    return each if not rest and jump.get_word_position(generator) - middle == _RNG_GROUP * 4 * each > 0 else 0
+    last = jump.count_used_block_words(generator) - middle
+    return each if not rest and last == _RNG_GROUP * 4 * each > 0 else 0
 
 
-def split_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
+def split_range_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]]:
     """Yield the start and stop of each piece of a range. The last piece has at least `_RNG_GROUP` elements."""
     start = 0
     while start < numel:
@@ -140,25 +141,25 @@ def split_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int, int]
         start = stop
 
 
-def find_random_fill(step: RecordedStep, view: View) -> RandomFill | None:
-    """Return the `RandomFill` that draws a step's values in pieces, or None if they cannot be drawn in pieces."""
-    packet, args = step.op.overloadpacket, step.args
-    if not view.is_ordered or any(isinstance(arg, View) for arg in args[1:]):
+def find_random_fill(operation: RecordedOperation, view: View) -> RandomFill | None:
+    """Return the `RandomFill` that draws an operation's values, or None if they cannot be drawn in pieces."""
+    packet, args = operation.op.overloadpacket, operation.args
+    if not view.has_ascending_offsets or any(isinstance(arg, View) for arg in args[1:]):
         return None
     found: tuple[Function, Args] | None = None
     if packet in RANDOM_IN_PLACE:
-        found = (packet, (*args[1:], *step.kwargs.values()))
+        found = (packet, (*args[1:], *operation.kwargs.values()))
     elif packet in (aten.rand, aten.rand_like):
         found = (aten.uniform_, (0.0, 1.0))
     elif packet in (aten.randn, aten.randn_like):
         found = (aten.normal_, (0.0, 1.0))
-    elif packet is aten.normal and "float_float" in get_overload_name(step.op):
+    elif packet is aten.normal and "float_float" in get_overload_name(operation.op):
         found = (aten.normal_, (args[0], args[1] if len(args) > 1 else 1.0))
     elif packet is aten.randint:
-        low = "low" in get_overload_name(step.op)
+        low = "low" in get_overload_name(operation.op)
         found = (aten.random_, (args[0], args[1]) if low else (0, args[0]))
-    elif packet is aten.randint_like and "Tensor" not in get_overload_name(step.op):
-        low = "low" in get_overload_name(step.op)
+    elif packet is aten.randint_like and "Tensor" not in get_overload_name(operation.op):
+        low = "low" in get_overload_name(operation.op)
         found = (aten.random_, (args[1], args[2]) if low else (0, args[1]))
     if found is None or not all(isinstance(arg, int | float | bool | None) for arg in found[1]):
         return None
@@ -166,7 +167,7 @@ def find_random_fill(step: RecordedStep, view: View) -> RandomFill | None:
     return fill if _can_draw_in_pieces(fill) else None
 
 
-class StreamReader(Reader):
+class RandomFillReader(Reader):
     """Read the values of one random fill, from the first to the last."""
 
     def __init__(self, fill: RandomFill, numel: int, state: torch.Tensor, piece_numel: int = PIECE) -> None:
@@ -205,7 +206,7 @@ class StreamReader(Reader):
 
 @functools.cache
 def find_generator_overload(op: OpOverload) -> OpOverload | None:
-    """Return the overload of a random operation that takes a generator, or None if there is none (dropout)."""
+    """Return the overload of a random operation that takes a generator, or None if it has none, as for dropout."""
     names = list_argument_names(op)
     if "generator" in names:
         return op

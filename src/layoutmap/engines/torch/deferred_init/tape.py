@@ -21,20 +21,20 @@ from typing import Any
 import torch
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.patches import set_temporarily
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch.deferred_init.calls import (
-    can_defer,
+    can_defer_tensor,
     count_shape_elements,
-    find_calling_initializer,
-    find_generator,
+    find_calling_initializer_name,
+    find_random_generator,
     list_written_tensors,
 )
 from layoutmap.engines.torch.deferred_init.fake_tensors import UNSUPPORTED_ERRORS, FakeTensor, FakeTensorMode
 from layoutmap.engines.torch.deferred_init.interception import intercept_operations
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
-from layoutmap.engines.torch.deferred_init.replay import call_step, replay_steps
-from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedStep, View
+from layoutmap.engines.torch.deferred_init.replay import call_recorded_operation, replay_operations
+from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedOperation, View
 from layoutmap.engines.torch.deferred_init.streams import PIECE, find_generator_overload, find_random_fill
 from layoutmap.engines.torch.operators import (
     Args,
@@ -93,9 +93,9 @@ class Tape:
         self._should_record = should_record
         self._piece = piece_numel
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._steps: list[RecordedStep] = []
+        self._operations: list[RecordedOperation] = []
         self._memories: dict[int, DeferredMemory] = {}
-        self._lent: dict[int, list[Constant]] = {}
+        self._shared_constants: dict[int, list[Constant]] = {}
         self._depth = 0
         self._paused = False
 
@@ -111,7 +111,7 @@ class Tape:
                 yield self
         finally:
             self._depth = 0
-            self._lent.clear()
+            self._shared_constants.clear()
 
     @property
     def is_recording(self) -> bool:
@@ -139,17 +139,17 @@ class Tape:
                 why="it was created outside record_operations(), or is small and was computed at once",
                 fix="check tape.is_deferred(tensor) first",
             )
-        return Recipe(self._steps, self._make_view(tensor), len(self._steps), self._piece)
+        return Recipe(self._operations, self._make_view(tensor), len(self._operations), self._piece)
 
-    # -- called by the modes of interception.py
+    # -- called by interception.py while the tape records
 
-    def run_or_record(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    def run_or_record_operation(self, op: OpOverload, args: Args, kwargs: Kwargs) -> object:
         """Record an operation if it has deferred tensors or a large result, otherwise run it. Return its result."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._paused or op.namespace == "prim" or not self._should_record():
             return op(*args, **kwargs)
         if not any(map(self.is_deferred, tensors)):
-            return self._run_or_defer(op, args, kwargs, tensors)
+            return self._run_or_defer_operation(op, args, kwargs, tensors)
         written = [leaf for leaf in list_written_tensors(op, args, kwargs) if isinstance(leaf, torch.Tensor)]
         if not all(map(self.is_deferred, written)):
             if any(map(self.is_deferred, written)):
@@ -165,21 +165,22 @@ class Tape:
             if written:  # the operation would change only a temporary copy, so raise
                 raise
             return self._run_with_evaluated_arguments(op, args, kwargs, written)
-        is_drawn = find_generator(op, args, kwargs) is not None
+        is_drawn = find_random_generator(op, args, kwargs) is not None
         can_all_wait = all(
-            can_defer(leaf) for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)
+            can_defer_tensor(leaf) for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)
         )
         if not can_all_wait or (is_drawn and find_generator_overload(op) is None):
             return self._run_with_evaluated_arguments(op, args, kwargs, written)
-        return self._record_step(op, args, kwargs, written, inferred)
+        return self._record_operation(op, args, kwargs, written, inferred)
 
     def defer_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a deferred tensor with the values of a real tensor."""
         copy = torch.ops.aten.clone.default
         with torch.no_grad():
-            return self._record_step(copy, (tensor,), {}, [], self._infer_fake_result(copy, (tensor,), {}))
+            inferred = self._infer_fake_result(copy, (tensor,), {})
+            return self._record_operation(copy, (tensor,), {}, [], inferred)
 
-    def defer_read(self, read_tensor: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def defer_file_read(self, read_tensor: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a deferred tensor with the values of a file. A small tensor is read at once, and returned.
 
         Of a mapped file, only the needed parts are read.
@@ -189,11 +190,12 @@ class Tape:
         """
         with self._pause_recording():
             tensor = read_tensor()
-        if tensor.numel() < self._min_numel or not can_defer(tensor):
+        if tensor.numel() < self._min_numel or not can_defer_tensor(tensor):
             return tensor
         copy, constant = torch.ops.aten.clone.default, Constant(tensor.detach(), is_mapped_file=True)
         with torch.no_grad():
-            return self._record_step(copy, (constant,), {}, [], self._infer_fake_result(copy, (tensor,), {}))
+            inferred = self._infer_fake_result(copy, (tensor,), {})
+            return self._record_operation(copy, (constant,), {}, [], inferred)
 
     def evaluate_tensors(self, values: object) -> Any:
         """Return nested values in which computed tensors replace deferred tensors."""
@@ -201,7 +203,7 @@ class Tape:
             leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)
         ]
         with self._pause_recording():
-            made = iter(self._compute_views([self._make_view(tensor) for tensor in deferred]))
+            made = iter(self._compute_view_values([self._make_view(tensor) for tensor in deferred]))
         return tree_map(
             lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf) else leaf,
             values,
@@ -209,13 +211,13 @@ class Tape:
 
     # -- helpers
 
-    def _run_or_defer(
+    def _run_or_defer_operation(
         self, op: OpOverload, args: Args, kwargs: Kwargs, tensors: list[torch.Tensor]
     ) -> object:
         """Run an operation on real tensors, or record it if its result is much larger than these tensors."""
         written = list_written_tensors(op, args, kwargs)
         for leaf in written:
-            self._copy_lent_constants(leaf)
+            self._copy_constants_before_change(leaf)
         known = sum(tensor.numel() for tensor in tensors if not tensor.is_meta)
         # Compute a result that is not much larger than existing tensors at once, because deferring it saves little
         # memory.
@@ -230,16 +232,16 @@ class Tape:
         except (*UNSUPPORTED_ERRORS, NotImplementedError):
             return op(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)]
-        if not made or not all(can_defer(tensor) and tensor.numel() >= bound for tensor in made):
+        if not made or not all(can_defer_tensor(tensor) and tensor.numel() >= bound for tensor in made):
             return op(*args, **kwargs)
-        return self._record_step(op, args, kwargs, [], inferred)
+        return self._record_operation(op, args, kwargs, [], inferred)
 
     def _run_with_evaluated_arguments(
         self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]
     ) -> Any:
-        """Compute the deferred arguments of an operation, and run it with them. It changes the tensors `written`."""
+        """Compute the deferred arguments of an operation, and run it with them. It will change `written`."""
         for leaf in written:
-            self._copy_lent_constants(leaf)
+            self._copy_constants_before_change(leaf)
         args, kwargs = self.evaluate_tensors((args, kwargs))
         return op(*args, **kwargs)
 
@@ -247,17 +249,17 @@ class Tape:
         """Return an operation's result as fake tensors, without running it."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
             return args[0]  # a fill changes only the values of its first argument, so return that
-        args, kwargs = tree_map(self._detach_leaf, (args, kwargs))
+        args, kwargs = tree_map(self._detach_argument, (args, kwargs))
         with self._fake:
             return op(*args, **kwargs)
 
-    def _detach_leaf(self, leaf: object) -> object:
+    def _detach_argument(self, leaf: object) -> object:
         if isinstance(leaf, torch.Generator):
             return None
         # A fake mode keeps each real tensor that it sees in a cache, so pass a detached tensor.
         return leaf.detach() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) else leaf
 
-    def _record_step(
+    def _record_operation(
         self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor], inferred: torch.Tensor
     ) -> Any:
         """Append an operation to the tape, unless its results are only views. Return its inferred result."""
@@ -265,7 +267,7 @@ class Tape:
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.is_deferred(each)]
         if not fresh and (not written or torch.Tag.inplace_view in op.tags):
             return inferred  # the results are views of deferred tensors, so record nothing
-        number = len(self._steps)
+        number = len(self._operations)
         for tensor in fresh:
             memory = DeferredMemory(tensor.untyped_storage(), tensor.dtype, [number])
             self._memories.setdefault(get_storage_key(tensor), memory)
@@ -274,10 +276,10 @@ class Tape:
         ):
             # The program may change the default dtype before the replay, so store the dtype in the arguments.
             kwargs = {**kwargs, "dtype": made_tensors[0].dtype}
-        generator = find_generator(op, args, kwargs)
+        generator = find_random_generator(op, args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-        recorded_args, recorded_kwargs = tree_map(self._record_argument, (args, kwargs))
-        step = RecordedStep(
+        recorded_args, recorded_kwargs = tree_map(self._make_recorded_argument, (args, kwargs))
+        operation = RecordedOperation(
             number,
             op,
             recorded_args,
@@ -285,28 +287,30 @@ class Tape:
             tuple(self._make_view(each) if self.is_deferred(each) else None for each in made_tensors),
             tuple(self._make_view(each) for each in written),
             None if generator is None else generator.get_state(),
-            caller=find_calling_initializer(),
+            caller=find_calling_initializer_name(),
         )
         if generator is not None and not self._shapes_only:
-            step = self._advance_generator(step, generator)
-        for memory in {view.memory for view in step.writes}:
+            operation = self._advance_generator(operation, generator)
+        for memory in {view.memory for view in operation.writes}:
             memory.writes.append(number)
-        self._steps.append(step)
+        self._operations.append(operation)
         return inferred
 
-    def _advance_generator(self, step: RecordedStep, generator: torch.Generator) -> RecordedStep:
-        """Advance a generator as a random step does. Return the step, with a seed if its numbers are drawn by tiles."""
-        view = step.writes[0] if step.writes else step.results[0]
-        fill = None if view is None else find_random_fill(step, view)
+    def _advance_generator(
+        self, operation: RecordedOperation, generator: torch.Generator
+    ) -> RecordedOperation:
+        """Advance a generator as a random operation does. Return the operation, with a seed if it draws by tiles."""
+        view = operation.writes[0] if operation.writes else operation.results[0]
+        fill = None if view is None else find_random_fill(operation, view)
         with self._pause_recording():
             if fill is not None and view is not None:
                 if self._tiles:
                     seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
-                    return dataclasses.replace(step, seed=int(seed))
+                    return dataclasses.replace(operation, seed=int(seed))
                 fill.skip_values(view.numel, generator)
-                return step
-            views = list(step.iterate_inputs())
-            made = dict(zip(views, self._compute_views(views), strict=True))
+                return operation
+            views = list(operation.iterate_inputs())
+            made = dict(zip(views, self._compute_view_values(views), strict=True))
             args, kwargs = tree_map(
                 lambda leaf: (
                     made[leaf]
@@ -315,20 +319,21 @@ class Tape:
                     if isinstance(leaf, Constant)
                     else leaf
                 ),
-                (step.args, step.kwargs),
+                (operation.args, operation.kwargs),
             )
-            call_step(step, args, kwargs, generator)
-        return step
+            call_recorded_operation(operation, args, kwargs, generator)
+        return operation
 
-    def _compute_views(self, views: list[View]) -> list[torch.Tensor]:
+    def _compute_view_values(self, views: list[View]) -> list[torch.Tensor]:
         """Return the values of deferred tensors. If only shapes will be read, `any` is false and `all` is true."""
         if self._shapes_only and len(views) == 1:
-            maker = self._steps[views[0].memory.writes[0]]
+            maker = self._operations[views[0].memory.writes[0]]
             if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
                 return [torch.tensor(maker.name == "all", device="cpu")]
         if len(views) == 1:
-            return [Recipe(self._steps, views[0], len(self._steps), self._piece).compute_global_value()]
-        return replay_steps(self._steps, views, len(self._steps))
+            recipe = Recipe(self._operations, views[0], len(self._operations), self._piece)
+            return [recipe.compute_global_value()]
+        return replay_operations(self._operations, views, len(self._operations))
 
     def _make_view(self, tensor: torch.Tensor) -> View:
         return View(
@@ -341,7 +346,7 @@ class Tape:
             tensor.is_neg(),
         )
 
-    def _record_argument(self, leaf: object) -> object:
+    def _make_recorded_argument(self, leaf: object) -> object:
         """Return an argument as the tape stores it: a `View`, `Constant`, None for a generator, or the value itself."""
         if isinstance(leaf, torch.Generator):
             return None
@@ -353,18 +358,18 @@ class Tape:
             if leaf.numel() <= _MAX_COPIED:
                 return Constant(leaf.detach().clone())
             constant = Constant(leaf.detach())
-            self._lent.setdefault(get_storage_key(leaf), []).append(constant)
+            self._shared_constants.setdefault(get_storage_key(leaf), []).append(constant)
             return constant
 
-    def _copy_lent_constants(self, leaf: object) -> None:
-        """Copy the values of a real tensor for the recorded steps that read it, because it will change now."""
-        if isinstance(leaf, torch.Tensor) and self._lent:
-            for constant in self._lent.pop(get_storage_key(leaf), ()):
+    def _copy_constants_before_change(self, leaf: object) -> None:
+        """Copy the values of a real tensor for the recorded operations that read it, because it will change now."""
+        if isinstance(leaf, torch.Tensor) and self._shared_constants:
+            for constant in self._shared_constants.pop(get_storage_key(leaf), ()):
                 constant.value = constant.value.clone()
 
     @contextmanager
     def _pause_recording(self) -> Generator[None]:
-        with set_temporarily(self, "_paused", True), torch.no_grad():
+        with set_attribute_temporarily(self, "_paused", True), torch.no_grad():
             yield
 
 

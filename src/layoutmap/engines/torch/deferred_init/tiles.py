@@ -21,13 +21,13 @@ TILE = 256
 _MIN_ROW_LENGTH = 64
 
 
-def count_columns(shape: Sequence[int]) -> int:
+def count_row_elements(shape: Sequence[int]) -> int:
     """Return the number of elements in a row.
 
     A row spans as few of the last axes as have at least `_MIN_ROW_LENGTH` elements together, or all axes.
 
     Example:
-        >>> count_columns((1000, 500)), count_columns((128, 64, 3, 3))
+        >>> count_row_elements((1000, 500)), count_row_elements((128, 64, 3, 3))
         (500, 576)
     """
     columns = 1
@@ -45,7 +45,7 @@ def choose_tile_shape(shape: Sequence[int]) -> tuple[int, int]:
         >>> choose_tile_shape((1000, 500)), choose_tile_shape((8, 50000))
         ((256, 256), (8, 8192))
     """
-    height = max(1, min(TILE, math.prod(shape) // max(count_columns(shape), 1)))
+    height = max(1, min(TILE, math.prod(shape) // max(count_row_elements(shape), 1)))
     return height, TILE * TILE // height
 
 
@@ -58,7 +58,7 @@ class TileReader(Reader):
     def __init__(self, fill: RandomFill, shape: Sequence[int], seed: int) -> None:
         super().__init__()
         self._fill = fill
-        self._columns = max(count_columns(shape), 1)
+        self._columns = max(count_row_elements(shape), 1)
         self._rows = math.prod(shape) // self._columns
         self._height, self._width = choose_tile_shape(shape)
         self._seed = seed
@@ -67,14 +67,14 @@ class TileReader(Reader):
     def _compute_elements(self, span: ElementSpan) -> torch.Tensor:
         row, column = divmod(span.start, self._columns)
         if column + span.length <= self._columns and span.stride in (0, self._columns):
-            return self._draw_rectangle(row, row + span.rows, column, column + span.length).reshape(-1)
+            return self._draw_rows_and_columns(row, row + span.rows, column, column + span.length).reshape(-1)
         if span.rows > 1:
             raise UnreadableSpanError
         last = -(-span.stop // self._columns)
-        rows = self._draw_rectangle(row, last, 0, self._columns).reshape(-1)
+        rows = self._draw_rows_and_columns(row, last, 0, self._columns).reshape(-1)
         return rows[column : column + span.length]
 
-    def _draw_rectangle(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
+    def _draw_rows_and_columns(self, top: int, bottom: int, left: int, right: int) -> torch.Tensor:
         """Return the values of some rows and columns, from all tiles that overlap them."""
         made = torch.empty(bottom - top, right - left, dtype=self._fill.dtype, device="cpu")
         for row in range(top - top % self._height, bottom, self._height):

@@ -9,9 +9,11 @@ sums           immediate reductions of partial sums, if a mesh dim does not divi
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """
 
-from layoutmap.engines.torch.dtensor_ops.conversions import extract_first_rank as extract_first_rank
+from layoutmap.engines.torch.dtensor_ops.conversions import (
+    extract_first_rank_tensor as extract_first_rank_tensor,
+)
 from layoutmap.engines.torch.dtensor_ops.local_values import (
-    check_value_is_no_shard as check_value_is_no_shard,
+    check_value_is_not_shard as check_value_is_not_shard,
 )
 from layoutmap.engines.torch.dtensor_ops.local_values import has_local_tensor as has_local_tensor
 from layoutmap.engines.torch.dtensor_ops.local_values import has_shard as has_shard

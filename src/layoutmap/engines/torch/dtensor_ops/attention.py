@@ -16,20 +16,20 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_axes_to_shard,
     find_device_mesh,
-    find_sharded_axes,
     make_placements,
     reshard_to_local,
     wrap_shards,
 )
-from layoutmap.engines.torch.dtensor_ops.unwrap_python import unwrap_function
+from layoutmap.engines.torch.dtensor_ops.unwrap_python import copy_without_override_check
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.specs import get_local
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _compute_attention(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_attention(draw_mask: Function, function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `scaled_dot_product_attention` on each device's part of the batch and heads."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     tensors = [given.pop(name) for name in _NAMES[:3]]
@@ -38,43 +38,43 @@ def _compute_attention(draw: Function, function: Function, args: Args, kwargs: K
     mesh = find_device_mesh((*tensors, mask))
     rank = tensors[0].ndim
     is_alike = all(each.ndim == rank for each in tensors)
-    kept = find_sharded_axes(tensors, mesh, range(rank - 2) if is_alike else (), allows_broadcast=True)
-    shards = [reshard_to_local(each, mesh, _align_axes(each, kept, rank), kept) for each in tensors]
+    kept = find_axes_to_shard(tensors, mesh, range(rank - 2) if is_alike else (), allows_broadcast=True)
+    shards = [reshard_to_local(each, mesh, _find_matching_axes(each, kept, rank), kept) for each in tensors]
     if mask is not None:
         # The mask may broadcast along the batch or the heads, so its axes are aligned with the scores.
-        mask = reshard_to_local(mask, mesh, _align_axes(mask, kept, rank), kept)
+        mask = reshard_to_local(mask, mesh, _find_matching_axes(mask, kept, rank), kept)
     if dropout_p > 0:
         query, key = tensors[:2]
         leading = query.shape[:-2]
         if not given.get("enable_gqa", False):
             leading = torch.broadcast_shapes(leading, key.shape[:-2])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         shape = (*leading, query.shape[-2], key.shape[-2])  # pyright: ignore[reportUnknownVariableType]
-        drawn = draw(shape, _promote_attention_dtype(query.dtype), query.device, dropout_p, mesh, kept)
-        local = _attend_with_mask(shards, mask, drawn, **given)
+        drawn = draw_mask(shape, _promote_attention_dtype(query.dtype), query.device, dropout_p, mesh, kept)
+        local = _attend_with_dropout_mask(shards, mask, drawn, **given)
     else:
         local = function(*shards, mask, **given)
     return wrap_shards(local, mesh, kept)
 
 
-def _align_axes(tensor: torch.Tensor, kept: dict[int, int], rank: int) -> dict[int, int]:
-    """Return, by mesh dim, the axis of an argument that matches the scores' axis `kept[dim]`, counted from the end.
+def _find_matching_axes(tensor: torch.Tensor, kept_axes: dict[int, int], rank: int) -> dict[int, int]:
+    """Return a dict from mesh dim to the axis of an argument that matches axis `kept_axes[dim]` of the scores.
 
     Axes that the argument lacks, or that have size 1, are left out.
     """
     missing = rank - tensor.ndim
     return {
         dim: axis - missing
-        for dim, axis in kept.items()
+        for dim, axis in kept_axes.items()
         if axis >= missing and tensor.shape[axis - missing] > 1
     }
 
 
 def _draw_global_mask(
-    shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept: dict[int, int]
+    shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept_axes: dict[int, int]
 ) -> torch.Tensor:
     """Draw a dropout mask for all attention weights, and return this device's shard of the mask."""
     drawn = torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
-    return reshard_to_local(drawn, mesh, kept, kept)
+    return reshard_to_local(drawn, mesh, kept_axes, kept_axes)
 
 
 def _draw_local_mask(
@@ -83,12 +83,12 @@ def _draw_local_mask(
     device: torch.device,
     p: float,
     mesh: DeviceMesh,
-    kept: dict[int, int],
+    kept_axes: dict[int, int],
 ) -> torch.Tensor:
     """Draw only this device's shard of a dropout mask, and return it."""
     if p > 1:  # the probability is invalid, so let torch raise its error
-        return _draw_global_mask(shape, dtype, device, p, mesh, kept)
-    placements = make_placements(mesh, kept)
+        return _draw_global_mask(shape, dtype, device, p, mesh, kept_axes)
+    placements = make_placements(mesh, kept_axes)
     return get_local(draw_sharded_mask(shape, dtype, device, p, mesh, placements, divisor=1 - p))
 
 
@@ -97,10 +97,10 @@ def _promote_attention_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _attend_with_mask(
+def _attend_with_dropout_mask(
     shards: list[torch.Tensor],
     mask: torch.Tensor | None,
-    drawn: torch.Tensor,
+    dropout_mask: torch.Tensor,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -122,10 +122,12 @@ def _attend_with_mask(
     # Return zeros for a fully masked row, as torch's kernels do. The softmax would be NaN.
     nothing = torch.isneginf(scores).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
-    return ((weights * drawn) @ value).to(dtype)
+    return ((weights * dropout_mask) @ value).to(dtype)
 
 
-def _attend_multi_head(draw: Function, function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_multi_head_attention(
+    draw_mask: Function, function: Function, args: Args, kwargs: Kwargs
+) -> object:
     """Compute `multi_head_attention_forward` on each device's part of the batch, with gathered weights."""
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
@@ -135,10 +137,10 @@ def _attend_multi_head(draw: Function, function: Function, args: Args, kwargs: K
     mesh = find_device_mesh(tensors.values())
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     # Gather the embedding axis, because the function splits it into heads.
-    kept = find_sharded_axes(batched, mesh, [1])
+    kept = find_axes_to_shard(batched, mesh, [1])
     of_weights = dict.fromkeys(kept, 0)  # the batch is the first axis of the attention weights
-    drops = given["training"] and given["dropout_p"] > 0
-    mask = draw(*_find_attention_weights_form(given), given["dropout_p"], mesh, of_weights) if drops else None
+    p = given["dropout_p"] if given["training"] else 0.0
+    mask = draw_mask(*_find_weights_shape_and_dtype(given), p, mesh, of_weights) if p > 0 else None
     # Use one shard if arguments are the same tensor, because self-attention then projects them together.
     shards: dict[int, torch.Tensor] = {}
     for name, each in tensors.items():
@@ -148,14 +150,14 @@ def _attend_multi_head(draw: Function, function: Function, args: Args, kwargs: K
         given[name] = shards[id(each)]
     if mask is not None:
 
-        def attend_with_mask(q: Any, k: Any, v: Any, bias: Any, p: float, causal: bool) -> torch.Tensor:
-            return _attend_with_mask([q, k, v], bias, mask, is_causal=causal)
+        def attend_with_dropout(q: Any, k: Any, v: Any, bias: Any, p: float, causal: bool) -> torch.Tensor:
+            return _attend_with_dropout_mask([q, k, v], bias, mask, is_causal=causal)
 
-        def drop_weights(weights: torch.Tensor, p: float) -> torch.Tensor:
+        def apply_dropout_mask(weights: torch.Tensor, p: float) -> torch.Tensor:
             return weights * mask
 
-        attend = unwrap_function(
-            function, dropout=drop_weights, scaled_dot_product_attention=attend_with_mask
+        attend = copy_without_override_check(
+            function, dropout=apply_dropout_mask, scaled_dot_product_attention=attend_with_dropout
         )
     else:
         attend = function
@@ -174,7 +176,7 @@ def _find_batch_axis(name: str, tensor: torch.Tensor) -> int | None:
     return None
 
 
-def _find_attention_weights_form(arguments: Kwargs) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+def _find_weights_shape_and_dtype(arguments: Kwargs) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     """Return the shape, dtype, and device of the attention weights that dropout applies to."""
     query, key = arguments["query"], arguments["key"]
     batch, heads = (query.shape[1] if query.ndim == 3 else 1), arguments["num_heads"]
@@ -190,7 +192,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 _HANDLERS = {
     F.scaled_dot_product_attention: _compute_attention,
-    F.multi_head_attention_forward: _attend_multi_head,
+    F.multi_head_attention_forward: _compute_multi_head_attention,
 }
 ATTENTION = {function: functools.partial(attend, _draw_global_mask) for function, attend in _HANDLERS.items()}
 ATTENTION_BY_SHARDS = {

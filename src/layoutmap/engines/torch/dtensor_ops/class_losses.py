@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.backward import Ctx
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
 from layoutmap.engines.torch.dtensor_ops.lookups import (
     check_index_range,
     find_local_rows,
@@ -26,8 +26,8 @@ from layoutmap.engines.torch.dtensor_ops.lookups import (
 )
 from layoutmap.engines.torch.dtensor_ops.losses import pop_reduction
 from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_axes_to_shard,
     find_device_mesh,
-    find_sharded_axes,
     reshard_to_local,
     wrap_shards,
 )
@@ -58,23 +58,22 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
     axis = 0 if x.ndim == 1 else 1
     has_labels = x.shape != target.shape
     if has_labels and (target.shape != x.shape[:axis] + x.shape[axis + 1 :] or target.dtype not in _LABELS):
-        return compute_on_gathered(
-            function, args, kwargs
-        )  # the labels are invalid, so let torch raise its error
+        # The labels are invalid, so let torch raise its error.
+        return compute_on_gathered_tensors(function, args, kwargs)
     mesh = find_device_mesh((x, target, weight))
-    kept = find_sharded_axes([x], mesh, [each for each in range(x.ndim) if each != axis])
+    kept = find_axes_to_shard([x], mesh, [each for each in range(x.ndim) if each != axis])
     class_dims = (
-        find_sharded_axes([x], mesh, {axis}, excluded_dims=kept, uneven_axes={axis})
+        find_axes_to_shard([x], mesh, {axis}, excluded_dims=kept, uneven_axes={axis})
         if has_labels or function is F.cross_entropy
         else {}
     )
     shards, of_rows = {**kept, **class_dims}, {dim: each - (each > axis) for dim, each in kept.items()}
     local = reshard_to_local(x, mesh, shards, shards)
     labels = reshard_to_local(target, mesh, of_rows if has_labels else shards, shards)
-    counted = None
+    is_counted = None
     if has_labels:
         labels = labels.long()  # `cross_entropy` accepts uint8 labels, but `gather` needs int64
-        counted = labels != given.get("ignore_index", -100)
+        is_counted = labels != given.get("ignore_index", -100)
     weights = None if weight is None else reshard_to_local(weight, mesh, {}, shards)
     if class_dims:
         _check_loss_options(function, x, target, weight, given)  # the shards would not detect invalid options
@@ -82,11 +81,11 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
         if function is F.cross_entropy:
             local = compute_log_softmax(local, axis, mesh, class_dims)
         smoothing = given.get("label_smoothing", 0.0)
-        if counted is None:
+        if is_counted is None:
             losses = classes.compute_probability_losses(local, labels, weights, smoothing)
         else:
-            check_index_range(labels.masked_fill(~counted, 0), x.shape[axis], function.__name__, axis)
-            losses, counted = classes.compute_label_losses(local, labels, counted, weights, smoothing)
+            check_index_range(labels.masked_fill(~is_counted, 0), x.shape[axis], function.__name__, axis)
+            losses, is_counted = classes.compute_label_losses(local, labels, is_counted, weights, smoothing)
         losses = losses.to(x.dtype)
         if reduction == "none":
             return sum_shards(losses, mesh, of_rows, class_dims)
@@ -96,8 +95,8 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
     else:
         total = function(local, labels, weights, reduction="sum", **given)
     number = None
-    if reduction == "mean" and counted is not None:
-        number = (counted if weights is None else _select_label_weights(weights, labels, counted)).sum()
+    if reduction == "mean" and is_counted is not None:
+        number = (is_counted if weights is None else _select_label_weights(weights, labels, is_counted)).sum()
     elif reduction == "mean":
         total = total / (x.numel() // x.shape[axis])
     return _MeanOverDevices.compute_result(total, number, mesh, shards)
@@ -115,9 +114,11 @@ def _check_loss_options(function: Function, x: Any, target: Any, weight: Any, op
     function(**on_meta, **options)
 
 
-def _select_label_weights(weights: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+def _select_label_weights(
+    weights: torch.Tensor, labels: torch.Tensor, is_counted: torch.Tensor
+) -> torch.Tensor:
     """Return the class weight of each row's label, and zero for rows with an ignored label."""
-    return weights.detach().take(labels.masked_fill(~counted, 0)).where(counted, 0)
+    return weights.detach().take(labels.masked_fill(~is_counted, 0)).where(is_counted, 0)
 
 
 class _ShardedClassLoss:
@@ -127,17 +128,17 @@ class _ShardedClassLoss:
         self._axis, self._size, self._mesh, self._class_dims = axis, size, mesh, class_dims
 
     def compute_label_losses(
-        self, logs: torch.Tensor, labels: torch.Tensor, counted: Any, weights: Any, smoothing: float
+        self, logs: torch.Tensor, labels: torch.Tensor, is_counted: Any, weights: Any, smoothing: float
     ) -> tuple[torch.Tensor, Any]:
-        """Return this device's part of each row's loss, and a mask of the rows with a label on this device."""
+        """Return this device's part of each row's loss, and a mask of the counted rows with a label here."""
         numbers, is_here = find_local_rows(labels, self._size, self._mesh, self._class_dims)
-        is_here = is_here & counted
+        is_here = is_here & is_counted
         losses = -logs.gather(self._axis, numbers.unsqueeze(self._axis)).squeeze(self._axis)
         if weights is not None:
-            losses = losses * _select_label_weights(weights, labels, counted)
+            losses = losses * _select_label_weights(weights, labels, is_counted)
         losses = losses.where(is_here, 0)
         if smoothing:
-            shared = self._sum_over_local_classes(-logs, weights).where(counted, 0)
+            shared = self._sum_over_local_classes(-logs, weights).where(is_counted, 0)
             losses = (1 - smoothing) * losses + smoothing / self._size * shared
         return losses, is_here
 

@@ -70,7 +70,7 @@ def full_tensor(
     whole = redistribute_if_needed(tensor, make_replicated_placements(tensor.device_mesh))
     local = _ToLocal.compute_result(whole, _GradientPlacements(whole.placements, grad_placements))
     if simulation.is_simulated():
-        local = extract_first_rank(local)
+        local = extract_first_rank_tensor(local)
         if is_replicated(tensor):
             local = local.clone()  # the result must not share memory with a simulated device
     return mark_local_tensor(local, whole.placements)
@@ -212,7 +212,7 @@ class _GradientPlacements:
         self._placements, self._requested = tuple(placements), None if requested is None else tuple(requested)
         self.summed = set[int]()  # mesh dims over which devices use different parts of the tensor
 
-    def find_placements(self) -> tuple[Placement, ...]:
+    def find_gradient_placements(self) -> tuple[Placement, ...]:
         """Return the placements of the gradient. They may change until the forward pass ends."""
         if self._requested is not None:
             return self._requested
@@ -241,8 +241,8 @@ def _record_partial_gradient(local: torch.Tensor, placements: Sequence[Placement
             nodes += [inner for inner, _ in node.next_functions]
 
 
-def extract_first_rank(local: torch.Tensor) -> torch.Tensor:
-    """Return the first simulated rank's tensor, or a tensor that is not simulated unchanged.
+def extract_first_rank_tensor(local: torch.Tensor) -> torch.Tensor:
+    """Return the first simulated rank's tensor. A tensor that is not simulated is returned unchanged.
 
     All ranks must have equal tensors. The gradient is copied to all ranks.
     """
@@ -266,7 +266,7 @@ class _ToLocal(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        spec = replace_placements(ctx.spec, ctx.gradient.find_placements(), upstream[0].dtype)
+        spec = replace_placements(ctx.spec, ctx.gradient.find_gradient_placements(), upstream[0].dtype)
         gradient = upstream[0].contiguous()  # an expanded gradient has zero strides, unlike its spec
         return _FromLocal.compute_result(gradient, spec), None
 
@@ -292,7 +292,7 @@ class _FromLocal(CustomGradient):
         gradient = redistribute_if_needed(replicate_gradient(upstream[0], ctx.spec.mesh), wanted)
         local = _ToLocal.compute_result(gradient, _GradientPlacements(ctx.spec.placements))
         is_same = ctx.is_one and all(each.is_replicate() for each in wanted)
-        return extract_first_rank(local) if is_same else local, None
+        return extract_first_rank_tensor(local) if is_same else local, None
 
 
 class _ExtractFirstRank(CustomGradient):

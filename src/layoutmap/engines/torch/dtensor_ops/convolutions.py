@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_axes_to_shard,
     find_device_mesh,
-    find_sharded_axes,
     reshard_to_local,
     wrap_shards,
 )
@@ -23,11 +23,11 @@ def _compute_convolution(function: Function, args: Args, kwargs: Kwargs) -> obje
     mesh = find_device_mesh((x, weight, bias))
     batched = x.ndim == weight.ndim  # False: the input has no batch axis
     out_axis = 1 if "output_padding" in names else 0  # output channel axis of the weight
-    batch = find_sharded_axes([x], mesh, [0] if batched else [])
+    batch = find_axes_to_shard([x], mesh, [0] if batched else [])
     # A grouped convolution reads only a part of the input channels for each output channel, so keep channels
     # replicated.
     channel_axes = [out_axis] if given.get("groups", 1) == 1 else []
-    channels = find_sharded_axes([weight], mesh, channel_axes, excluded_dims=batch)
+    channels = find_axes_to_shard([weight], mesh, channel_axes, excluded_dims=batch)
     of_bias = dict.fromkeys(channels, 0)
     apart = {**batch, **channels}
     local = function(

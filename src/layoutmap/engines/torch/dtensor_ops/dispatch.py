@@ -72,28 +72,28 @@ def is_custom_operator(function: Function) -> bool:
     )
 
 
-def set_shape_of_view(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
+def replace_argument_by_view(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:
     """Replace an operator's first argument in place by a view of it, as `squeeze_` does, and return the argument."""
     set_local_tensor(args[0], get_local(view), get_spec(view))
     return return_and_correct_aliasing(op, args, kwargs, args[0])  # pyright: ignore[reportUnknownVariableType]
 
 
-def list_planned_specs(answer: object) -> list[DTensorSpec]:
+def list_planned_specs(output_sharding: object) -> list[DTensorSpec]:
     """Return the specs of results and redistributed arguments that DTensor has planned for an operator."""
-    if not isinstance(answer, OutputSharding):
+    if not isinstance(output_sharding, OutputSharding):
         return []
-    found = [each for each in tree_leaves(answer.output_spec) if isinstance(each, DTensorSpec)]
-    return found + list_argument_specs(answer)
+    found = [each for each in tree_leaves(output_sharding.output_spec) if isinstance(each, DTensorSpec)]
+    return found + list_argument_specs(output_sharding)
 
 
-def list_argument_specs(answer: object) -> list[DTensorSpec]:
+def list_argument_specs(output_sharding: object) -> list[DTensorSpec]:
     """Return the specs to which DTensor would redistribute arguments of an operator. The list may be empty."""
-    schema = answer.redistribute_schema if isinstance(answer, OutputSharding) else None
+    schema = output_sharding.redistribute_schema if isinstance(output_sharding, OutputSharding) else None
     found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))
     return [each for each in found if isinstance(each, DTensorSpec)]
 
 
-def decompose_operator(op: OpOverload, args: Args, kwargs: Kwargs) -> object:
+def decompose_and_compute(op: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Compute a composite operator by its inner operators. Return `NotImplemented` for other operators."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
         return NotImplemented
@@ -120,15 +120,13 @@ class OperatorDispatchPatch:
     def __init__(self, answer: Function, write_changes: Function, record_copy: Function):
         own = getattr(_Dispatcher, _PROPAGATE).__get__(_DISPATCHER)
 
-        def propagate_or_answer(
-            op: OpOverload, args: Args, kwargs: Kwargs, info: Any, try_cache: bool
-        ) -> object:
+        def answer_operator(op: OpOverload, args: Args, kwargs: Kwargs, info: Any, try_cache: bool) -> object:
             return answer(lambda: own(op, args, kwargs, info, try_cache), op, args, kwargs, info.compute_mesh)
 
         self._answer = answer
         self._methods = {
-            _PROPAGATE: propagate_or_answer,
-            "layoutmap_tail": functools.partial(_return_written_results, write_changes),
+            _PROPAGATE: answer_operator,
+            "layoutmap_tail": functools.partial(_record_changes_and_return_results, write_changes),
             "layoutmap_results": functools.partial(_compute_local_results, record_copy),
             "redistribute_local_args": _redistribute_arguments,
         }
@@ -136,14 +134,14 @@ class OperatorDispatchPatch:
     def install(self) -> None:
         """Install the patch, unless it is installed, and clear DTensor's cached answers."""
         if _PROPAGATE in vars(_DISPATCHER):
-            return  # keep the cached answers, because they are all answers of this guard
+            return  # all cached answers come from this patch, so keep them
         vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
         for name, instead in _REPLACEMENTS.items():
             getattr(_Dispatcher, name).__code__ = instead.__code__
         # DTensor computes these operators by handlers, without sharding rules, so wrap the handlers
         for name in _ALWAYS_ANSWERED:
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
-            handler = functools.partial(_answer_with_handler, self._answer, _ORIGINAL_HANDLERS[op])
+            handler = functools.partial(_answer_for_handled_operator, self._answer, _ORIGINAL_HANDLERS[op])
             _DISPATCHER._custom_op_handlers[op] = handler
         setattr(_Planner, _SEARCH, _find_cheapest_path)
         _clear_operator_caches()  # remove answers that DTensor cached before the guard was installed
@@ -183,8 +181,10 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
     with _SEARCHES:
         found: dict[Any, tuple[dict[Any, _LayoutPath], Iterator[tuple[Any, _LayoutPath]]]]
         found = state.setdefault("layoutmap_found", {})
-        steps = state.setdefault("layoutmap_steps", {}).setdefault((*wanted,), {})
-        paths, search = found.setdefault((source, *wanted), ({}, _iterate_paths(planner, source, steps)))
+        step_costs = state.setdefault("layoutmap_steps", {}).setdefault((*wanted,), {})
+        paths, search = found.setdefault(
+            (source, *wanted), ({}, _iterate_layouts_by_cost(planner, source, step_costs))
+        )
         while target not in paths:
             layout, path = next(search, (None, ()))
             if not path:  # no collectives convert the tensor, so let torch raise its error
@@ -193,10 +193,10 @@ def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
         return list(paths[target])
 
 
-def _iterate_paths(
-    planner: Any, source: Any, steps: dict[Any, dict[Any, float]]
+def _iterate_layouts_by_cost(
+    planner: Any, source: Any, step_costs: dict[Any, dict[Any, float]]
 ) -> Iterator[tuple[Any, _LayoutPath]]:
-    """Yield each reachable layout with the cheapest path to it, by cost. Searches share the costs in `steps`."""
+    """Yield pairs of a reachable layout and the cheapest path to it, cheapest first. Searches share `step_costs`."""
     numbers = itertools.count()
     begun: list[tuple[float, int, Any, _LayoutPath]] = [(0.0, next(numbers), source, (source,))]
     passed = set[object]()
@@ -206,9 +206,9 @@ def _iterate_paths(
             continue
         passed.add(layout)
         yield layout, path
-        if layout not in steps:
-            steps[layout] = planner.get_next_state(layout.placements, layout.tensor_dim_to_mesh_dim)
-        for other, step in steps[layout].items():
+        if layout not in step_costs:
+            step_costs[layout] = planner.get_next_state(layout.placements, layout.tensor_dim_to_mesh_dim)
+        for other, step in step_costs[layout].items():
             if other not in passed:
                 heapq.heappush(begun, (cost + step, next(numbers), other, (*path, other)))
 
@@ -242,7 +242,7 @@ def _redistribute_arguments(info: Any, schema: Any, *options: object) -> None:
             info.local_args = (*before, restore_axis_order(info.local_args[place], wanted), *after)
 
 
-def _return_written_results(
+def _record_changes_and_return_results(
     record_changes: Function, op: OpOverload, args: Args, kwargs: Kwargs, *others: object
 ) -> object:
     """Return DTensor's result of an operator. If the operator changed tensors, first record these changes."""
@@ -256,7 +256,7 @@ def _return_written_results(
     return _ORIGINALS[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 
 
-def _answer_with_handler(
+def _answer_for_handled_operator(
     answer: Function, handler: Function, op: OpOverload, args: Args, kwargs: Kwargs
 ) -> object:
     """Return the answer for an operator that DTensor computes by a handler, without a sharding rule."""

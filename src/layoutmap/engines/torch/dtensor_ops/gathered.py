@@ -32,10 +32,10 @@ from layoutmap.engines.torch.placing import (
     shard_like,
 )
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
-from layoutmap.engines.torch.unseen import check_tensor_unchanged, snapshot_counters
+from layoutmap.engines.torch.unseen import check_tensor_unchanged, snapshot_change_counters
 
 
-def compute_on_gathered(
+def compute_on_gathered_tensors(
     function: Function,
     args: Args,
     kwargs: Kwargs,
@@ -59,7 +59,7 @@ def compute_on_gathered(
     for each in changed:
         if isinstance(each, DTensor):
             write_back(each, full[id(each)])
-    # By the id of a gathered copy, the changed argument to return instead of this copy.
+    # A dict from the id of a gathered copy to the changed argument, which is returned instead of the copy.
     given = {id(full[id(each)]): each for each in changed}
 
     def replicate_result(value: Any) -> Any:
@@ -84,8 +84,10 @@ def find_changed_tensors(function: Function, args: Args, kwargs: Kwargs) -> list
 def compute_custom_operator(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute a custom operator on gathered tensors, because its kernels expect unsharded memory."""
     if not all(is_replicated(each) for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)):
-        warn_of_gathering(format_function(function), "DTensor does not know what a custom operator computes")
-    return compute_on_gathered(function, args, kwargs)
+        warn_of_gathering(
+            format_function_name(function), "DTensor does not know what a custom operator computes"
+        )
+    return compute_on_gathered_tensors(function, args, kwargs)
 
 
 def call_with_gathered_values(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -113,7 +115,7 @@ _CHANGING = {
 }
 
 
-def format_function(function: Function) -> str:
+def format_function_name(function: Function) -> str:
     """Return the full name of a function, as messages show it."""
     if isinstance(function, OPERATORS):
         return f"torch.ops.{getattr(function, 'overloadpacket', function)}"
@@ -155,7 +157,7 @@ def _compute_tensor_split(function: Function, args: Args, kwargs: Kwargs) -> obj
     return function(args[0], *map(gather_if_sharded, args[1:]), **tree_map(gather_if_sharded, kwargs))
 
 
-def _convert_list(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _create_tensor_from_list(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `torch.tensor` of a list. DTensors in it are gathered, because torch reads their memory."""
 
     def gather_tensors_in_list(value: object) -> Any:
@@ -171,25 +173,28 @@ def compute_product(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `prod`. Its backward pass raises if the input or the result was changed through `tensor.data`."""
     given = dict(kwargs)
     x = args[0] if args else given.pop("input")
-    numbers = snapshot_counters(x)
+    numbers = snapshot_change_counters(x)
 
-    def return_checked_gradient(gradient: torch.Tensor) -> object:
+    def check_and_return_gradient(gradient: torch.Tensor) -> object:
         check_tensor_unchanged(numbers)
         return gradient
 
-    result = function(hook_gradient(x, return_checked_gradient), *args[1:], **given)
-    numbers += snapshot_counters(result)
+    result = function(hook_gradient(x, check_and_return_gradient), *args[1:], **given)
+    numbers += snapshot_change_counters(result)
     return result
 
 
 GATHERED: dict[object, Function] = {
     **dict.fromkeys(
-        (torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile), compute_on_gathered
+        (torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile),
+        compute_on_gathered_tensors,
     ),
     torch.prod: compute_product,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _compute_tensor_split),
-    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _convert_list),
+    **dict.fromkeys(
+        (torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _create_tensor_from_list
+    ),
     # The gradients of these functions compare values for equality, but partial sums are rounded differently, so reduce
     # and gather the arguments.
-    **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), compute_on_gathered),
+    **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), compute_on_gathered_tensors),
 }

@@ -24,20 +24,25 @@ from layoutmap.engines.torch.backward import get_backward_node_name
 from layoutmap.engines.torch.changes import install_patches, meshes
 from layoutmap.engines.torch.dtensor_ops.dispatch import (
     OperatorDispatchPatch,
-    decompose_operator,
+    decompose_and_compute,
     list_argument_specs,
     list_planned_specs,
-    set_shape_of_view,
+    replace_argument_by_view,
 )
 from layoutmap.engines.torch.dtensor_ops.gathered import (
-    compute_on_gathered,
+    compute_on_gathered_tensors,
     find_changed_tensors,
-    format_function,
+    format_function_name,
     warn_of_gathering,
 )
 from layoutmap.engines.torch.dtensor_ops.local_values import has_shard, make_shard_error
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS, is_axis_sharded
-from layoutmap.engines.torch.dtensor_ops.memories import copied, count_hidden_changes, record_copy, write_back
+from layoutmap.engines.torch.dtensor_ops.memories import (
+    copied,
+    increment_hidden_change_counters,
+    record_copy,
+    write_changed_copies_back,
+)
 from layoutmap.engines.torch.dtensor_ops.proven import ALONG, ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import (
@@ -103,14 +108,14 @@ def correct_operators_on_mesh(device_mesh: DeviceMesh) -> None:
         install_patches(OPERATOR_DISPATCH_PATCH)
 
 
-def _write_to_sources(op: OpOverload, changed: list[torch.Tensor], args: Args, kwargs: Kwargs) -> None:
-    """Write the changes of DTensors that are copies to the tensors of which they are copies."""
+def _write_copies_back(op: OpOverload, changed: list[torch.Tensor], args: Args, kwargs: Kwargs) -> None:
+    """Write changes of DTensors that are copies back to the tensors that were copied."""
     # Check again, because DTensor does not call the guard if it has cached the answer.
     _check_no_write_to_unsharded_tensor(op, args, kwargs)
-    count_hidden_changes(changed)
+    increment_hidden_change_counters(changed)
     some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
-        write_back(op, some)
+        write_changed_copies_back(op, some)
 
 
 def _record_copy_for_view(source: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -187,7 +192,7 @@ def _compute_operator(
         view = getattr(torch.ops.aten, name)(*args, **kwargs)
         if get_storage(view) is not get_storage(args[0]):
             _raise_shape_change_error(op, args[0], view)
-        return set_shape_of_view(op, args, kwargs, view)
+        return replace_argument_by_view(op, args, kwargs, view)
     position = _AXIS_POSITIONS.get(name, len(args))
     if position < len(args) and args[position] is not None and args[position] < 0:
         rank = args[0].ndim if position == 1 else len(args[1])
@@ -211,7 +216,7 @@ def _compute_operator(
     is_extreme = name in _EXTREMES or _is_extreme_norm(name, args)
     is_uneven = is_extreme and not all(has_even_shards(get_spec(each)) for each in tensors)
     can_compute = not (is_empty or is_filled or is_uneven)
-    if _is_proven_operator(op, name, args, kwargs) and _can_handle_placements(tensors, name) and can_compute:
+    if _is_proven_operator(op, name, args, kwargs) and _has_safe_placements(tensors, name) and can_compute:
         try:
             with sharding_query.mark_query_running():
                 answer = compute_by_dtensor()
@@ -221,7 +226,7 @@ def _compute_operator(
             is_even = all(map(has_even_shards, list_planned_specs(answer))) or not all(
                 has_even_shards(get_spec(each)) for each in tensors
             )
-            becomes_sum = _needs_partial_shard(tensors, list_argument_specs(answer))
+            becomes_sum = _needs_shard_as_partial_sum(tensors, list_argument_specs(answer))
             if is_even and not becomes_sum:
                 return answer
             what = "convert a sharded argument to a sum" if becomes_sum else "shard its arguments unevenly"
@@ -231,20 +236,21 @@ def _compute_operator(
         if is_pure_view(op):
             record_copy(args[0], ready[0])
         return op(*ready, **named)
-    inner = decompose_operator(op, args, kwargs)  # operators that compute it may be proven, or gather less
+    # The operators that compute it may be proven, or gather less.
+    inner = decompose_and_compute(op, args, kwargs)
     if inner is not NotImplemented:
         return inner
-    if is_pure_view(op) and all(map(is_replicated, tensors)) and not _is_read_by_strides(name, args[0]):
-        return _compute_local_view(op, args, kwargs, mesh)
+    if is_pure_view(op) and all(map(is_replicated, tensors)) and not _needs_global_strides(name, args[0]):
+        return _compute_view_on_local_tensor(op, args, kwargs, mesh)
     if is_pure_view(op):
         copy = replicate_tensor(gather_if_sharded(args[0]), mesh)
         record_copy(args[0], copy)
         result = op(copy, *args[1:], **kwargs)
     else:
-        result = compute_on_gathered(op, args, kwargs, functools.partial(_write_gathered_result, op))
+        result = compute_on_gathered_tensors(op, args, kwargs, functools.partial(_write_gathered_result, op))
     is_filled = any(_is_partial_or_strided(each) for each in tensors if id(each) in written)
     if not (name in QUIET or is_empty or is_filled or all(map(is_replicated, tensors))):
-        warn_of_gathering(format_function(op), why)
+        warn_of_gathering(format_function_name(op), why)
     return result
 
 
@@ -273,7 +279,7 @@ def _has_equal_other_axes(target: torch.Tensor, axis: int, tensors: Sequence[tor
     return all(shape[:axis] + shape[axis:][1:] == shapes[0][:axis] + shapes[0][axis:][1:] for shape in shapes)
 
 
-def _can_handle_placements(tensors: list[DTensor], name: str) -> bool:
+def _has_safe_placements(tensors: list[DTensor], name: str) -> bool:
     """Return whether DTensor's rule for an operator is correct for the placements of its tensors."""
     if name in ("alias", "detach"):  # autograd may save such a result, so its placements must not change
         return True
@@ -289,7 +295,7 @@ def _can_handle_placements(tensors: list[DTensor], name: str) -> bool:
     )
 
 
-def _needs_partial_shard(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:
+def _needs_shard_as_partial_sum(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:
     """Return whether DTensor would redistribute a shard to a partial sum, which it cannot do."""
     return len(tensors) == len(specs) and any(
         type(now) is Shard and then.is_partial()
@@ -318,7 +324,7 @@ def _reduce_unwritten_argument(value: object, written: set[int]) -> object:
     return redistribute_if_needed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
 
 
-def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
+def _needs_global_strides(name: str, tensor: torch.Tensor) -> bool:
     """Return whether `as_strided` needs strides that the local tensor lacks. Raise if a copy cannot have them."""
     if name != "as_strided" or get_local(tensor).stride() == (strides := tensor.stride()):
         return False
@@ -332,7 +338,7 @@ def _is_read_by_strides(name: str, tensor: torch.Tensor) -> bool:
     return True
 
 
-def _compute_local_view(op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
+def _compute_view_on_local_tensor(op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh) -> object:
     """Compute a view on the local tensor of a replicated DTensor, and return replicated results."""
     args, kwargs = tree_map(
         lambda each: get_local(each) if isinstance(each, DTensor) else each, (args, kwargs)
@@ -371,7 +377,7 @@ def _write_gathered_result(op: OpOverload, old: DTensor, new: torch.Tensor) -> N
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
             values = values.where(get_local(redistribute_if_needed(is_first, axes)).reshape(()), 0)
     get_local(old).copy_(values)
-    _write_to_sources(op, [old], (old,), {})
+    _write_copies_back(op, [old], (old,), {})
 
 
-OPERATOR_DISPATCH_PATCH = OperatorDispatchPatch(_answer_operator, _write_to_sources, _record_copy_for_view)
+OPERATOR_DISPATCH_PATCH = OperatorDispatchPatch(_answer_operator, _write_copies_back, _record_copy_for_view)

@@ -43,7 +43,8 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
         of_bias = None if tensors[2] is None else get_spec(tensors[2])
         plan = _plan_local_product(get_spec(tensors[0]), get_spec(tensors[1]), of_bias)
-    if plan is None and tensors[0].ndim == 1:  # torch would reshape in place, so use a matrix of one row
+    # For a vector, torch would use `squeeze_`, which DTensor can refuse, so pass a matrix of one row.
+    if plan is None and tensors[0].ndim == 1:
         result = _compute_linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
         return result if tensors[2] is None else result + tensors[2]
     if plan is None:
@@ -84,11 +85,11 @@ def _plan_local_product(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec |
         match placed:
             case Replicate(), Replicate():
                 made = Replicate(), Replicate(), Replicate(), Replicate()
-            case Shard(dim=axis), Replicate() if axis < last:  # rows  # pyright: ignore[reportUnknownVariableType]
+            case Shard(dim=axis), Replicate() if axis < last:  # x is sharded by rows  # pyright: ignore[reportUnknownVariableType]
                 made = Shard(axis), Shard(axis), Partial(), Partial()
-            case Replicate(), Shard(dim=0):  # columns
+            case Replicate(), Shard(dim=0):  # the result is sharded by columns
                 made = Shard(last), Partial(), Shard(0), Shard(0)
-            case Shard(dim=axis), Shard(dim=1) if axis == last:  # summands  # pyright: ignore[reportUnknownVariableType]
+            case Shard(dim=axis), Shard(dim=1) if axis == last:  # each device has summands  # pyright: ignore[reportUnknownVariableType]
                 made = Partial(), Shard(last), Shard(1), Replicate()
                 num_summands *= mesh.size(dim)
             case _:
@@ -130,7 +131,7 @@ class _Linear(AutogradFunction):
         plan: _ProductPlan = ctx.plan
         given = redistribute_tensor(replicate_gradient(upstream[0], plan.result.mesh), plan.upstream)
         if torch.is_grad_enabled():  # for second derivatives, use operators that autograd records
-            return (*_compute_gradients(given, x, weight, ctx.needs_input_grad), None)
+            return (*_compute_linear_gradients(given, x, weight, ctx.needs_input_grad), None)
         gradient = get_local(given)
         rows = _flatten_to_matrix(gradient)
         results: list[torch.Tensor | None] = [None, None, None, None]
@@ -153,7 +154,7 @@ def _flatten_to_matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _compute_gradients(
+def _compute_linear_gradients(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs_gradient: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of input, weight, and bias by operations that can be differentiated again."""
@@ -167,7 +168,8 @@ def _compute_gradients(
 
 def _compute_matmul(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `matmul`. A vector times a matrix becomes a matrix of one row, and a scalar result is reduced."""
-    if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:  # same case as in `_compute_linear`
+    # For a vector, torch would use `squeeze_`, which DTensor can refuse, so pass one row.
+    if len(args) == 2 and args[0].ndim == 1 and args[1].ndim == 2:
         return function(args[0].unsqueeze(0), args[1]).squeeze(0)
     result = function(*args, **kwargs)
     return result if result.ndim else reduce_if_partial(result)

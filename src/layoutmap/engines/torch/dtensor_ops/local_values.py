@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.torch.dtensor_ops.gathered import format_function, is_in_place
+from layoutmap.engines.torch.dtensor_ops.gathered import format_function_name, is_in_place
 from layoutmap.engines.torch.modes import list_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
@@ -51,7 +51,7 @@ def has_shard(values: object) -> bool:
     return any(_list_shard_marks(values))
 
 
-def mark_results(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
+def mark_local_results(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
     """Mark the results of a function that each device has called with its own tensors, and return them."""
     differs = has_shard((args, kwargs))
     for each in tree_leaves((result, args[:1] if is_in_place(function) else (), kwargs.get("out"))):
@@ -69,11 +69,11 @@ def check_no_shard_with_dtensor(
             any(each is other for other in changed) or not all(p.is_replicate() for p in each.placements)
         ):
             raise make_shard_error(
-                f"{format_function(function)}: combines a local shard with a tensor on a mesh", each
+                f"{format_function_name(function)}: combines a local shard with a tensor on a mesh", each
             )
 
 
-def check_value_is_no_shard(description: str, value: object) -> None:
+def check_value_is_not_shard(description: str, value: object) -> None:
     """Raise an `EngineError` if a value is a shard, where the global tensor is needed."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and has_shard(value):
         raise make_shard_error(f"{description} is a local shard, but must be the global tensor", value)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names_exist
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
-from layoutmap.engines.torch.dtensor_ops.shards import find_sharded_axes, make_placements, reshard_to_local
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
+from layoutmap.engines.torch.dtensor_ops.shards import find_axes_to_shard, make_placements, reshard_to_local
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import make_dtensor_from_shards, reduce_if_partial
 from layoutmap.engines.torch.specs import get_local, get_spec
@@ -36,10 +36,9 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
             "different rows",
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
-    if given.get(
-        "scale_grad_by_freq", False
-    ):  # the option needs row frequencies in the global batch, so gather
-        return compute_on_gathered(function, args, kwargs)
+    # The option needs row frequencies in the global batch, so gather.
+    if given.get("scale_grad_by_freq", False):
+        return compute_on_gathered_tensors(function, args, kwargs)
     rows, table = given["input"], given["weight"]
     if given.get("sparse", False) and not all(each.is_replicate() for each in table.placements):
         raise EngineError(
@@ -54,8 +53,8 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
         return reduce_if_partial(function(**given))
     check_index_range(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
-    apart = find_sharded_axes([rows], mesh, range(rows.ndim))
-    along = find_sharded_axes([table], mesh, (0, 1), excluded_dims=apart, uneven_axes=(0, 1))
+    apart = find_axes_to_shard([rows], mesh, range(rows.ndim))
+    along = find_axes_to_shard([table], mesh, (0, 1), excluded_dims=apart, uneven_axes=(0, 1))
     shard = reshard_to_local(table, mesh, along, apart)
     rows = reshard_to_local(rows, mesh, apart, ())
     here, is_here = find_local_rows(
@@ -82,8 +81,8 @@ def _compute_gather(function: Function, args: Args, kwargs: Kwargs) -> object:
     check_index_range(index, x.shape[axis], "gather", axis)
     apart: dict[int, int] = {}
     if _set_size_to_1(x.shape, axis) == _set_size_to_1(index.shape, axis):
-        apart = find_sharded_axes([x, index], mesh, set(range(x.ndim)) - {axis})
-    along = find_sharded_axes([x], mesh, {axis}, excluded_dims=apart, uneven_axes={axis})
+        apart = find_axes_to_shard([x, index], mesh, set(range(x.ndim)) - {axis})
+    along = find_axes_to_shard([x], mesh, {axis}, excluded_dims=apart, uneven_axes={axis})
     shard = reshard_to_local(x, mesh, {**apart, **along}, apart)
     index = reshard_to_local(index, mesh, apart, ())
     here, is_here = find_local_rows(index, x.shape[axis], mesh, along)
@@ -93,7 +92,7 @@ def _compute_gather(function: Function, args: Args, kwargs: Kwargs) -> object:
 def find_local_rows(
     index: torch.Tensor, size: int, mesh: DeviceMesh, dims: Collection[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert an index to row numbers of this device's shard. Return them with a mask of the rows that the shard has.
+    """Convert global row numbers to row numbers of this shard. Return them, and a mask of the rows in this shard.
 
     The indexed axis has `size` elements on all devices, and is sharded over the mesh dims `dims`.
     """

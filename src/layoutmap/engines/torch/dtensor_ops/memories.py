@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.dtensor_ops.gathered import format_function, warn_of_gathering
+from layoutmap.engines.torch.dtensor_ops.gathered import format_function_name, warn_of_gathering
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import find_reachable_placements, redistribute_if_needed
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_meta, get_spec, make_dtensor
 from layoutmap.engines.torch.storages import get_base
 from layoutmap.engines.torch.trees import tree_leaves
-from layoutmap.engines.torch.unseen import count_hidden_change, get_storage, has_hidden_changes
+from layoutmap.engines.torch.unseen import get_storage, has_hidden_changes, increment_change_counter
 
 check_names_exist("torch", (torch._C, "_disabled_torch_function_impl"))
 
@@ -85,14 +85,14 @@ def record_copy(source: torch.Tensor, copy: torch.Tensor) -> None:
     vars(source_storage).setdefault(_COPIES, weakref.WeakSet()).add(copy_storage)
     copied.add(copy_storage)
     if source_storage in outdated:
-        _mark_copy_as_outdated(copy_storage, is_counted=True)
+        _mark_copy_as_outdated(copy_storage, is_counted_by_autograd=True)
 
 
 def _get_origin(storage: torch.UntypedStorage) -> _CopyOrigin | None:
     return getattr(storage, _ORIGIN, None)
 
 
-def _iterate_origins(storage: torch.UntypedStorage) -> Generator[torch.UntypedStorage]:
+def _iterate_source_storages(storage: torch.UntypedStorage) -> Generator[torch.UntypedStorage]:
     """Yield a storage, then the storage that it is a copy of, and so on."""
     yield storage
     while (origin := _get_origin(storage)) is not None:
@@ -101,21 +101,22 @@ def _iterate_origins(storage: torch.UntypedStorage) -> Generator[torch.UntypedSt
 
 @skip_function_modes
 @torch.no_grad()
-def write_back(op: OpOverload, changed: list[DTensor]) -> None:
+def write_changed_copies_back(op: OpOverload, changed: list[DTensor]) -> None:
     """Write changes of copies back to the copied tensors, and mark all other copies of these tensors as outdated.
 
     Raises:
         EngineError: The operator has changed an outdated copy, a copy of an expanded tensor, several copies of one
             tensor, or a copy while a graph is recorded.
     """
-    name = format_function(op)
+    name = format_function_name(op)
     tensors = {id(get_storage(each)): each for each in changed}.values()  # one tensor for each storage
     parts = [(each, origin) for each in tensors if (origin := _get_origin(get_storage(each))) is not None]
     check_no_slice_is_outdated(name, [part for part, _ in parts])
     for part, origin in parts:
-        _check_copy_writable(name, part, origin, [each for each in tensors if each is not part])
+        _check_copy_can_be_written_back(name, part, origin, [each for each in tensors if each is not part])
     for each in tensors:
-        _mark_copies(list(_iterate_origins(get_storage(each))), is_counted=not has_hidden_changes(each))
+        storages = list(_iterate_source_storages(get_storage(each)))
+        _mark_copies_as_outdated(storages, is_counted_by_autograd=not has_hidden_changes(each))
     for part, origin in parts:
         warn_of_gathering(f"{name} of a slice", "along a sharded axis a slice is a copy, and is written back")
         origin.source.copy_(
@@ -124,23 +125,23 @@ def write_back(op: OpOverload, changed: list[DTensor]) -> None:
         outdated.discard(get_storage(part))  # the copy is up to date again
 
 
-def _check_copy_writable(
+def _check_copy_can_be_written_back(
     name: str, part: torch.Tensor, origin: _CopyOrigin, others: Iterable[torch.Tensor]
 ) -> None:
     """Raise if a changed copy cannot be written back to its source."""
-    *_, root = _iterate_origins(get_storage(part))
+    *_, root = _iterate_source_storages(get_storage(part))
     if 0 in origin.source.stride():  # only an expanded tensor has strides of 0
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
         )
-    elif any(root is storage for each in others for storage in _iterate_origins(get_storage(each))):
+    elif any(root is storage for each in others for storage in _iterate_source_storages(get_storage(each))):
         why, fix = "another slice was changed by the same call", "change one slice after the other"
     elif type(simulation.get_first_local_tensor(get_local(part))) is not torch.Tensor:
         why, fix = "a recorded graph cannot write copies back", "assign to the tensor instead: x[...] = value"
     else:
         return
-    _mark_copy_as_outdated(get_storage(part), is_counted=True)
+    _mark_copy_as_outdated(get_storage(part), is_counted_by_autograd=True)
     raise EngineError(
         f"{name} cannot change a slice along a sharded axis in place",
         facts={"shape": tuple(part.shape), "tensor": tuple(origin.source.shape)},
@@ -149,38 +150,40 @@ def _check_copy_writable(
     )
 
 
-def count_hidden_changes(changed: list[torch.Tensor]) -> None:
+def increment_hidden_change_counters(changed: list[torch.Tensor]) -> None:
     """Count changes that autograd does not see, also for the tensors of which the changed tensors are copies."""
     for each in filter(has_hidden_changes, changed):
-        for storage in _iterate_origins(get_storage(each)):
-            count_hidden_change(storage)
+        for storage in _iterate_source_storages(get_storage(each)):
+            increment_change_counter(storage)
 
 
-def _mark_copies(memories: Sequence[torch.UntypedStorage], *, is_counted: bool) -> None:
+def _mark_copies_as_outdated(
+    storages: Sequence[torch.UntypedStorage], *, is_counted_by_autograd: bool
+) -> None:
     """Mark all copies of some storages as outdated, unless a copy is itself among these storages."""
-    for storage in memories:
-        for each in list(getattr(storage, _COPIES, ())):  # list, because the set may shrink meanwhile
-            if not any(each is other for other in memories):
-                _mark_copy_as_outdated(each, is_counted=is_counted)
+    for storage in storages:
+        for each in list(getattr(storage, _COPIES, ())):  # a list, because the set may shrink during the loop
+            if not any(each is other for other in storages):
+                _mark_copy_as_outdated(each, is_counted_by_autograd=is_counted_by_autograd)
 
 
-def _mark_copy_as_outdated(storage: torch.UntypedStorage, *, is_counted: bool) -> None:
+def _mark_copy_as_outdated(storage: torch.UntypedStorage, *, is_counted_by_autograd: bool) -> None:
     """Mark a copy and all copies of it as outdated."""
     if not outdated:  # check functions only from now on, because checks take time
-        _start_checking_functions()
+        _start_checking_for_outdated_slices()
     outdated.add(storage)
     base = getattr(storage, _ORIGIN).base()
-    if not is_counted and base is not None and not base.is_inference():
+    if not is_counted_by_autograd and base is not None and not base.is_inference():
         torch.autograd.graph.increment_version(base)  # a backward pass that needs the old value then fails
-    _mark_copies([storage], is_counted=is_counted)
+    _mark_copies_as_outdated([storage], is_counted_by_autograd=is_counted_by_autograd)
 
 
 def _check_no_argument_is_outdated(function: Function, values: object) -> None:
     """Raise if a function reads an outdated slice. If no slice is outdated any more, stop checking functions."""
     if function not in METADATA_METHODS:
-        check_no_slice_is_outdated(format_function(function), values)
+        check_no_slice_is_outdated(format_function_name(function), values)
     if not outdated:
-        _stop_checking_functions()
+        _stop_checking_for_outdated_slices()
 
 
 _METHODS = ("size", "dim", "stride", "numel", "is_floating_point", "is_complex", "is_contiguous", "__len__")
@@ -210,7 +213,7 @@ def check_no_slice_is_outdated(name: str, values: object) -> None:
 _ORIGINAL_REPR = DTensor.__repr__
 
 
-def _start_checking_functions() -> None:
+def _start_checking_for_outdated_slices() -> None:
     """Check each torch function that is called with a DTensor for outdated slices."""
     owner: Any = DTensor
     owner.__torch_function__ = classmethod(_check_and_call_torch_function)
@@ -227,7 +230,7 @@ def _check_and_call_torch_function(
         return func(*args, **(kwargs or {}))
 
 
-def _stop_checking_functions() -> None:
+def _stop_checking_for_outdated_slices() -> None:
     """Stop checking functions for outdated slices."""
     owner: Any = DTensor
     owner.__torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportUnknownMemberType]

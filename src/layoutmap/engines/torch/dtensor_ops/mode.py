@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.engines.tested import ImportErrorConverter
-from layoutmap.engines.torch.changes import keep_patches
+from layoutmap.engines.torch.changes import keep_patches_while_alive
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
@@ -43,9 +43,9 @@ from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
     compute_custom_operator,
-    compute_on_gathered,
+    compute_on_gathered_tensors,
     find_changed_tensors,
-    format_function,
+    format_function_name,
     is_in_place,
 )
 from layoutmap.engines.torch.dtensor_ops.guard import correct_operators_on_mesh
@@ -56,7 +56,7 @@ from layoutmap.engines.torch.dtensor_ops.local_values import (
     has_local_tensor,
     has_shard,
     make_shard_error,
-    mark_results,
+    mark_local_results,
 )
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
@@ -71,7 +71,7 @@ from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
 from layoutmap.engines.torch.dtensor_ops.rows import ROWS
 from layoutmap.engines.torch.dtensor_ops.slices import assign_item, keep_gradient_layout
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
-from layoutmap.engines.torch.dtensor_ops.unwrap_python import can_unwrap, unwrap_function
+from layoutmap.engines.torch.dtensor_ops.unwrap_python import copy_without_override_check, has_override_check
 from layoutmap.engines.torch.modes import disable_function_modes, leave_function_modes, skip_function_modes
 from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs
 from layoutmap.engines.torch.placing import reduce_if_partial, replicate_tensor
@@ -106,26 +106,26 @@ _HANDLERS = {
 _HANDLERS_BY_SHARDS = {
     f: skip_function_modes(handler) for f, handler in {**RANDOM_BY_SHARDS, **ATTENTION_BY_SHARDS}.items()
 }
-_COMPUTE_ON_GATHERED = skip_function_modes(compute_on_gathered)
+_COMPUTE_ON_GATHERED = skip_function_modes(compute_on_gathered_tensors)
 _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 @contextmanager
-def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> Generator[None]:
+def enable_dtensor_ops(device_mesh: DeviceMesh, *, draws_by_shards: bool = False) -> Generator[None]:
     """Make functions of DTensors give the same results as for unsharded tensors, while the `with` block runs.
 
     Only this thread is affected. Blocks may be nested. Functions of plain tensors alone do not change.
 
     Args:
         device_mesh: The mesh of the DTensors.
-        by_shards: Whether each device draws only its shard of a dropout mask. Plain tensors get different masks.
+        draws_by_shards: Whether each device draws only its shard of a dropout mask. Plain tensors get different masks.
     """
     correct_operators_on_mesh(device_mesh)
     before = replicates_plain_tensors()
     set_replicates_plain_tensors(True)  # otherwise DTensor refuses unsharded tensors next to DTensors
     try:
-        mode = _DTensorFunctionMode(by_shards)
-        keep_patches(mode)
+        mode = _DTensorFunctionMode(draws_by_shards)
+        keep_patches_while_alive(mode)
         with mode:
             yield
     finally:
@@ -135,9 +135,9 @@ def enable_dtensor_ops(device_mesh: DeviceMesh, *, by_shards: bool = False) -> G
 class _DTensorFunctionMode(TorchFunctionMode):
     """Call the handler of each torch function that has a DTensor among its arguments."""
 
-    def __init__(self, by_shards: bool) -> None:
+    def __init__(self, draws_by_shards: bool) -> None:
         super().__init__()
-        self._by_shards = by_shards
+        self._draws_by_shards = draws_by_shards
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -145,16 +145,16 @@ class _DTensorFunctionMode(TorchFunctionMode):
             with disable_function_modes():  # hide this call from function modes, because it computes nothing
                 return func(*args, **kwargs)
         if outdated:
-            check_no_slice_is_outdated(format_function(func), (args, kwargs))
-        known = _classify_function(func, self._by_shards)
+            check_no_slice_is_outdated(format_function_name(func), (args, kwargs))
+        known = _classify_function(func, self._draws_by_shards)
         if known.is_backward:
             # Leave other modes, because they would see DTensor's internal operations as operations of the program.
             with leave_function_modes(), self:
-                return unwrap_function(func)(*args, **kwargs)
+                return copy_without_override_check(func)(*args, **kwargs)
         found, is_mixed = _find_dtensor_and_unsharded_tensor((*args, *kwargs.values()) if kwargs else args)
         if found is None:
             return (
-                _compute_per_device(func, args, kwargs)
+                _compute_on_local_tensors(func, args, kwargs)
                 if has_local_tensor((args, kwargs))
                 else func(*args, **kwargs)
             )
@@ -165,10 +165,10 @@ class _DTensorFunctionMode(TorchFunctionMode):
         if is_mixed and has_shard((args, kwargs)):
             check_no_shard_with_dtensor(func, args, kwargs, changed)
             try:
-                return _compute_per_device(func, args, kwargs)
+                return _compute_on_local_tensors(func, args, kwargs)
             except RuntimeError as error:  # the shapes of a shard and a global tensor may not match
                 raise make_shard_error(
-                    f"{format_function(func)}: combines a local shard with a global tensor", found
+                    f"{format_function_name(func)}: combines a local shard with a global tensor", found
                 ) from error
         handler = known.handler
         if changed and not all(isinstance(each, DTensor) for each in changed):
@@ -179,7 +179,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
             return handler(func, args, kwargs)
         if known.is_unwrapped:
             with self:
-                return unwrap_function(func)(*args, **kwargs)
+                return copy_without_override_check(func)(*args, **kwargs)
         return _compute_without_handler(known.joins, changed, func, args, kwargs)
 
 
@@ -205,9 +205,9 @@ class _FunctionTraits:
 
 
 @functools.lru_cache(maxsize=4096)
-def _classify_function(func: Function, by_shards: bool) -> _FunctionTraits:
-    """Return the properties of a torch function. `by_shards` selects handlers that draw masks by shards."""
-    handler = _HANDLERS_BY_SHARDS.get(func) if by_shards else None
+def _classify_function(func: Function, draws_by_shards: bool) -> _FunctionTraits:
+    """Return the properties of a torch function. `draws_by_shards` selects handlers that draw masks by shards."""
+    handler = _HANDLERS_BY_SHARDS.get(func) if draws_by_shards else None
     return _FunctionTraits(
         handler=handler
         or _HANDLERS.get(func)
@@ -216,17 +216,17 @@ def _classify_function(func: Function, by_shards: bool) -> _FunctionTraits:
         indexes=func in _INDEXING,
         joins=func in JOINS,
         is_backward=func in _BACKWARD,
-        is_unwrapped=func not in _THIN_WRAPPERS and can_unwrap(func),
+        is_unwrapped=func not in _THIN_WRAPPERS and has_override_check(func),
     )
 
 
-def _compute_per_device(function: Function, args: Args, kwargs: Kwargs) -> object:
+def _compute_on_local_tensors(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Call a function on the local tensors of replicated DTensors, and mark its results as local."""
     args, kwargs = tree_map(
         lambda each: each.to_local() if isinstance(each, DTensor) else each, (tuple(args), kwargs)
     )
     with disable_function_modes():
-        return mark_results(function, args, kwargs, function(*args, **kwargs))
+        return mark_local_results(function, args, kwargs, function(*args, **kwargs))
 
 
 # Python functions that only call a function that DTensor supports, so they are computed without unwrapping.
@@ -250,11 +250,11 @@ _PROPERTY = types.MethodWrapperType  # type of property getters such as `Tensor.
 
 
 def _compute_without_handler(
-    joins: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any
+    is_concatenation: bool, changed: list[torch.Tensor], function: Function, args: Any, kwargs: Any
 ) -> object:
-    """Compute a function that has no handler, outside of all function modes. `guard` decides about its operators."""
+    """Compute a function that has no handler, outside of all function modes. `guard.py` corrects its operators."""
     with disable_function_modes():
-        if joins:
+        if is_concatenation:
             args, kwargs = drop_empty_tensors(args, kwargs)
         result = function(*args, **kwargs)
         for each in changed:
@@ -278,7 +278,7 @@ _TYPES_WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), torch.dty
 
 
 def _find_dtensor_and_unsharded_tensor(values: Iterable[Any]) -> tuple[DTensor | None, bool]:
-    """Return a DTensor among values and their lists (or None), and whether these contain unsharded tensors."""
+    """Return a DTensor among values and nested lists (or None), and whether there is an unsharded tensor, too."""
     found, is_mixed = None, False
     for value in values:
         kind = type(value)  # pyright: ignore[reportUnknownVariableType]

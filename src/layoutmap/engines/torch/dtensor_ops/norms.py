@@ -8,10 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
 from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_axes_to_shard,
     find_device_mesh,
-    find_sharded_axes,
     make_shard_handler,
     reshard_to_local,
     wrap_shards,
@@ -35,10 +35,10 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
     if x.ndim < 2:  # the input has no channel axis, which the code below needs
-        return compute_on_gathered(function, args, kwargs)
+        return compute_on_gathered_tensors(function, args, kwargs)
     of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
     mesh = find_device_mesh((x, *of_channels.values()))
-    kept = find_sharded_axes([x], mesh, range(x.ndim))
+    kept = find_axes_to_shard([x], mesh, range(x.ndim))
     channels = {dim: 0 for dim, axis in kept.items() if axis == 1}
     local = {name: reshard_to_local(each, mesh, channels, kept) for name, each in of_channels.items()}
     y, eps = reshard_to_local(x, mesh, kept, kept), given.get("eps", 1e-5)
@@ -97,7 +97,9 @@ def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> ob
     return _COMPUTE_BY_EXAMPLE(function, (x,), given)
 
 
-def _compute_group_norm(function: Function, args: Args, kwargs: Kwargs) -> object:  # pytorch/pytorch#184825
+def _compute_group_norm(
+    function: Function, args: Args, kwargs: Kwargs
+) -> object:  # backward fails: pytorch/pytorch#184825
 
     given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
     x = given.pop("input")

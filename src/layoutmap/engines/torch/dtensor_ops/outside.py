@@ -41,7 +41,7 @@ from layoutmap.engines.torch.dtensor_ops.guard import (
     has_corrected_operators,
     sharding_query,
 )
-from layoutmap.engines.torch.dtensor_ops.local_values import check_value_is_no_shard
+from layoutmap.engines.torch.dtensor_ops.local_values import check_value_is_not_shard
 from layoutmap.engines.torch.dtensor_ops.memories import check_no_slice_is_outdated
 from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -55,7 +55,7 @@ from layoutmap.engines.torch.placing import (
 )
 from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor, mark_view_spec, set_local_tensor
 from layoutmap.engines.torch.trees import tree_leaves
-from layoutmap.engines.torch.unseen import count_hidden_change, get_storage, mark_changes_as_hidden
+from layoutmap.engines.torch.unseen import get_storage, increment_change_counter, mark_changes_as_hidden
 
 with ImportErrorConverter("torch"):
     from torch.distributed.tensor import _api
@@ -90,7 +90,7 @@ def _assign_data(original: Callable[..., None], tensor: DTensor, value: torch.Te
         else:
             value = shard_like(gather_if_sharded(value), tensor)
         if tensor.is_leaf:  # autograd may have saved its old values, and then its backward pass must raise
-            count_hidden_change(get_storage(tensor))
+            increment_change_counter(get_storage(tensor))
         set_local_tensor(tensor, get_local(value), get_spec(value))
     original(tensor, value)
 
@@ -110,7 +110,7 @@ def _swap_tensors(original: Callable[..., None], t1: torch.Tensor, t2: torch.Ten
     set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     for each, (local, spec) in zip(both, reversed(contents), strict=True):
         if each.is_leaf:
-            count_hidden_change(get_storage(each))  # for the same reason as in `_assign_data`
+            increment_change_counter(get_storage(each))  # autograd may have saved its old values
         set_shell(each, make_dtensor(local, spec))
         set_local_tensor(each, local, spec)
 
@@ -133,7 +133,7 @@ def _copy_dtensor(original: Function, tensor: DTensor, memo: dict[int, object]) 
 
 
 @skip_function_modes
-def _call_on_gathered(original: Function, tensor: DTensor, *args: object, **options: object) -> object:
+def _call_on_gathered_tensor(original: Function, tensor: DTensor, *args: object, **options: object) -> object:
     """Replace a method that torch supports only for unsharded tensors: call it on the gathered tensor."""
     if not has_corrected_operators(tensor.device_mesh):
         return original(tensor, *args, **options)
@@ -179,13 +179,13 @@ def _compute_muon_update(
     return shard_like(original(gather_if_sharded(gradient), *options), gradient)
 
 
-def _unflatten_tensor(original: Function, pieces: object, metadata: Args, *form: object) -> object:
+def _unflatten_tensor(original: Function, pieces: object, metadata: Args, *geometry: object) -> object:
     """Replace `DTensor.__tensor_unflatten__`: also rebuild DTensors with strided shards that only views have."""
     try:
-        return original(pieces, metadata, *form)
+        return original(pieces, metadata, *geometry)
     except ValueError:
         placements, meta, order, requires_grad = metadata
-        tensor = original(pieces, (placements, meta, None, requires_grad), *form)
+        tensor = original(pieces, (placements, meta, None, requires_grad), *geometry)
         mark_view_spec(get_spec(tensor), order)
         return tensor
 
@@ -229,7 +229,7 @@ def _register_hook(original: Function, tensor: DTensor, hook: Function) -> objec
     @functools.wraps(hook)
     def call_and_check_hook(gradient: torch.Tensor) -> object:
         result = hook(gradient)
-        check_value_is_no_shard("a gradient from a hook", result)
+        check_value_is_not_shard("a gradient from a hook", result)
         return result
 
     return original(tensor, call_and_check_hook if has_corrected_operators(tensor.device_mesh) else hook)
@@ -238,7 +238,7 @@ def _register_hook(original: Function, tensor: DTensor, hook: Function) -> objec
 def _check_hook_results(original: Function, hook: object, indices: object, values: Any) -> object:
     """Replace the method that unpacks a module backward hook's results: refuse shards among them."""
     for each in tree_leaves(values):
-        check_value_is_no_shard("a gradient from a backward hook", each)
+        check_value_is_not_shard("a gradient from a backward hook", each)
     return original(hook, indices, values)
 
 
@@ -251,8 +251,8 @@ def _make_method_patch(name: str, replacement: Function, owner: object = DTensor
     return AttributePatch(owner, name, make_replacement)
 
 
-def _make_static_replacement(replacement: Function) -> Callable[[Any], object]:
-    """Return a factory of a static method. `replacement` gets the original function as its first argument."""
+def _make_static_method_factory(replacement: Function) -> Callable[[Any], object]:
+    """Return a function that makes a static method. `replacement` gets the original function as an argument."""
     return lambda original: staticmethod(
         functools.wraps(original.__func__)(functools.partial(replacement, original.__func__))
     )
@@ -321,12 +321,12 @@ _PATCHES = (
     _make_method_patch("full_tensor", conversions.full_tensor),
     _make_method_patch("redistribute", conversions.redistribute),
     _make_method_patch("to_local", conversions.to_local),
-    AttributePatch(DTensor, "from_local", _make_static_replacement(conversions.from_local)),
+    AttributePatch(DTensor, "from_local", _make_static_method_factory(conversions.from_local)),
     _DistributeTensorPatch(),
     _make_method_patch("register_hook", _register_hook),
     _make_method_patch("_unpack_none", _check_hook_results, BackwardHook),
-    _make_method_patch("numpy", _call_on_gathered),
-    _make_method_patch("tolist", _call_on_gathered),
+    _make_method_patch("numpy", _call_on_gathered_tensor),
+    _make_method_patch("tolist", _call_on_gathered_tensor),
     _make_method_patch("__format__", _format_scalar),
     _make_method_patch("prod", lambda original, *args, **kwargs: compute_product(original, args, kwargs)),  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     _make_method_patch("__torch_dispatch__", _count_flops, FlopCounting),

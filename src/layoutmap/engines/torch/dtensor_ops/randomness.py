@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import Gather, compare_texts
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered, is_in_place
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors, is_in_place
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
@@ -121,7 +121,9 @@ def _make_training_handler(position: int) -> Function:
 
     def compute_if_training(function: Function, args: Args, kwargs: Kwargs) -> object:
         training = args[position] if len(args) > position else next(iter(kwargs.values()))
-        return compute_random_on_gathered(function, args, kwargs) if training else function(*args, **kwargs)
+        if training:
+            return compute_random_on_gathered_tensors(function, args, kwargs)
+        return function(*args, **kwargs)
 
     return compute_if_training
 
@@ -139,10 +141,10 @@ def _draw_random_like(function: Function, args: Args, kwargs: Kwargs) -> object:
     return shard_like(function(_allocate_like(x), *rest, **kwargs), x)
 
 
-def compute_random_on_gathered(function: Function, args: Args, kwargs: Kwargs) -> object:
+def compute_random_on_gathered_tensors(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute a random function on gathered tensors. A result shaped like the first DTensor gets its placements."""
     first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
-    result = compute_on_gathered(function, args, kwargs)
+    result = compute_on_gathered_tensors(function, args, kwargs)
     if not isinstance(result, DTensor) or result is first or result.shape != first.shape:
         return result
     return redistribute_if_needed(result, find_reachable_placements(first))
@@ -172,7 +174,7 @@ RANDOM: dict[object, Function] = {
             F.fractional_max_pool2d,
             F.fractional_max_pool3d,
         ),
-        compute_random_on_gathered,
+        compute_random_on_gathered_tensors,
     ),
     **dict.fromkeys(_ALPHA_DROPOUTS, _make_training_handler(2)),
     **dict.fromkeys((torch.rrelu, torch.rrelu_), _make_training_handler(3)),

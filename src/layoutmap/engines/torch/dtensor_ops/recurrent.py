@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
 from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_axes_to_shard,
     find_device_mesh,
-    find_sharded_axes,
     reshard_to_local,
     wrap_shards,
 )
@@ -17,13 +17,13 @@ from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 def _compute_recurrent_layer(function: Function, args: Args, kwargs: Kwargs) -> object:
     if kwargs or not isinstance(args[3], bool):  # torch passes packed sequences differently, so gather them
-        return compute_on_gathered(function, args, kwargs)
+        return compute_on_gathered_tensors(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
     if train and dropout:  # the dropout between layers must draw the same numbers as on one device, so gather
-        return compute_on_gathered(function, args, kwargs)
+        return compute_on_gathered_tensors(function, args, kwargs)
     mesh = find_device_mesh(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1
-    kept = find_sharded_axes([x], mesh, [axis])
+    kept = find_axes_to_shard([x], mesh, [axis])
     of_states = dict.fromkeys(kept, 1)  # states start with the layer axis, even with batch_first
     several = is_sequence(states)
     shards = [reshard_to_local(each, mesh, of_states, kept) for each in (states if several else (states,))]

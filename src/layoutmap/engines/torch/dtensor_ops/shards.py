@@ -31,7 +31,7 @@ def find_device_mesh(tensors: Iterable[object]) -> DeviceMesh:
     return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
 
 
-def find_sharded_axes(
+def find_axes_to_shard(
     tensors: Sequence[torch.Tensor],
     mesh: DeviceMesh,
     candidate_axes: Container[int],
@@ -40,7 +40,7 @@ def find_sharded_axes(
     excluded_dims: Container[int] = (),
     uneven_axes: Container[int] = (),
 ) -> dict[int, int]:
-    """Return, for each mesh dim, the axis that can stay sharded over it while a function is computed on shards.
+    """Return a dict from mesh dim to the axis that can stay sharded over it in a computation on shards.
 
     Args:
         tensors: The DTensors or unsharded tensors that have these axes.
@@ -125,7 +125,7 @@ def make_shard_handler(find_independent_axes: Callable[[int], Container[int]]) -
         values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         first = 0 if args else "input"
         mesh = find_device_mesh(values.values())
-        kept = find_sharded_axes([values[first]], mesh, find_independent_axes(values[first].ndim))
+        kept = find_axes_to_shard([values[first]], mesh, find_independent_axes(values[first].ndim))
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 values[name] = reshard_to_local(value, mesh, kept if name == first else {}, kept)

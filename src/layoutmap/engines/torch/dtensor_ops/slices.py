@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     find_reachable_placements,
@@ -32,7 +32,7 @@ def keep_gradient_layout(changed_tensor: torch.Tensor) -> None:
         mesh, placements = base.device_mesh, find_reachable_placements(base)
 
         def redistribute_gradient(gradient: torch.Tensor) -> DTensor:
-            # torch may pass zeros that are no DTensor as the gradient, so replicate them on the mesh.
+            # torch may pass zeros that are not a DTensor as the gradient, so replicate them on the mesh.
             return redistribute_if_needed(reduce_if_partial(replicate_gradient(gradient, mesh)), placements)
 
         base.register_hook(redistribute_gradient)  # pyright: ignore[reportUnknownMemberType]
@@ -41,16 +41,16 @@ def keep_gradient_layout(changed_tensor: torch.Tensor) -> None:
 def assign_item(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `x[index] = value`, on shards if the index takes sharded axes as a whole, otherwise gathered."""
     target, index, value = args
-    if isinstance(target, DTensor) and _is_whole_on_sharded_axes(target, index):
+    if isinstance(target, DTensor) and _is_index_whole_on_sharded_axes(target, index):
         on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         with suppress(NotImplementedError):
             function(target, index, replicate_tensor(value, target.device_mesh) if on_mesh else value)
             keep_gradient_layout(target)
             return None
-    return compute_on_gathered(function, args, kwargs)
+    return compute_on_gathered_tensors(function, args, kwargs)
 
 
-def _is_whole_on_sharded_axes(target: DTensor, index: object) -> bool:
+def _is_index_whole_on_sharded_axes(target: DTensor, index: object) -> bool:
     """Return whether an index of slices and integers takes each sharded axis as a whole."""
     parts: list[object] = [*index] if isinstance(index, tuple) else [index]
     if any(not (part is None or part is ... or isinstance(part, (int, slice))) for part in parts):

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.lookups import is_axis_sharded
-from layoutmap.engines.torch.dtensor_ops.shards import find_sharded_axes, reshard_to_local, wrap_shards
+from layoutmap.engines.torch.dtensor_ops.shards import find_axes_to_shard, reshard_to_local, wrap_shards
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import compute_device_maximum, sum_over_devices
+from layoutmap.engines.torch.placing import find_maximum_over_devices, sum_over_devices
 
 
 def compute_log_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
@@ -33,10 +33,10 @@ def _subtract_maximum(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collec
     """Return a shard minus the maximum along an axis over all devices."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # torch's kernels also convert to float32
     # The maximum cancels out of the softmax, so it needs no gradient.
-    return x - compute_device_maximum(x.detach().amax(axis, keepdim=True), mesh, dims)
+    return x - find_maximum_over_devices(x.detach().amax(axis, keepdim=True), mesh, dims)
 
 
-def _make_handler(compute_shard: Callable[..., torch.Tensor], dtype_position: int) -> Function:
+def _make_softmax_handler(compute_shard: Callable[..., torch.Tensor], dtype_position: int) -> Function:
     """Return the handler of a softmax function. Its dtype is the argument at `dtype_position`."""
 
     def compute_along_sharded_axis(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -46,8 +46,8 @@ def _make_handler(compute_shard: Callable[..., torch.Tensor], dtype_position: in
         if axis is None or not -rank <= axis < rank or not is_axis_sharded(x, axis):
             return function(*args, **kwargs)
         axis, mesh = axis % rank, x.device_mesh
-        kept = find_sharded_axes([x], mesh, set(range(rank)) - {axis})
-        dims = find_sharded_axes([x], mesh, {axis}, excluded_dims=kept, uneven_axes={axis})
+        kept = find_axes_to_shard([x], mesh, set(range(rank)) - {axis})
+        dims = find_axes_to_shard([x], mesh, {axis}, excluded_dims=kept, uneven_axes={axis})
         if not dims or not x.is_floating_point():  # a shard is empty, or torch refuses the dtype
             return function(*args, **kwargs)
         local = reshard_to_local(x, mesh, {**kept, **dims}, {**kept, **dims})
@@ -61,8 +61,10 @@ def _make_handler(compute_shard: Callable[..., torch.Tensor], dtype_position: in
 
 
 SOFTMAX: dict[object, Function] = {
-    F.softmax: _make_handler(_compute_softmax, 3),
-    F.log_softmax: _make_handler(compute_log_softmax, 3),
-    **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _make_handler(_compute_softmax, 2)),
-    **dict.fromkeys((torch.log_softmax, torch.Tensor.log_softmax), _make_handler(compute_log_softmax, 2)),
+    F.softmax: _make_softmax_handler(_compute_softmax, 3),
+    F.log_softmax: _make_softmax_handler(compute_log_softmax, 3),
+    **dict.fromkeys((torch.softmax, torch.Tensor.softmax), _make_softmax_handler(_compute_softmax, 2)),
+    **dict.fromkeys(
+        (torch.log_softmax, torch.Tensor.log_softmax), _make_softmax_handler(compute_log_softmax, 2)
+    ),
 }

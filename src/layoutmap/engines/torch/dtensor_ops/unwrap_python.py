@@ -12,7 +12,7 @@ _MODULES = ("torch.nn.functional", "torch.functional", "torch.nn.init")
 _OVERRIDE_CHECK = "has_torch_function"
 
 
-def can_unwrap(function: Function) -> bool:
+def has_override_check(function: Function) -> bool:
     """Return whether a function of torch is Python code that checks for overrides first."""
     return (
         isinstance(function, types.FunctionType)
@@ -21,13 +21,13 @@ def can_unwrap(function: Function) -> bool:
     )
 
 
-def unwrap_function(function: Function, **replacements: Function) -> Function:
+def copy_without_override_check(function: Function, **replaced_globals: Function) -> Function:
     """Return a copy of a torch function without its check for overrides, so that modes see its inner calls.
 
-    `replacements` replace functions with the same names in the module of the function.
+    `replaced_globals` replace functions with the same names in the module of the function.
     """
     questions = [name for name in function.__code__.co_names if name.startswith(_OVERRIDE_CHECK)]
-    scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replacements}
+    scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replaced_globals}
     if "overrides" in function.__code__.co_names:  # functions of `torch.nn.init` use this module
         scope["torch"] = _TORCH
     made = types.FunctionType(

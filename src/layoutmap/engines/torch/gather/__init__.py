@@ -5,11 +5,11 @@ fully_shard    the same by torch's own fully_shard, ahead of time; `fully_sharde
 gradients      gradients summed up over the mesh once, at the end of a backward pass
 """
 
-from layoutmap.engines.torch.gather.fsdp import CastFunction as CastFunction
+from layoutmap.engines.torch.gather.fsdp import CastDTensor as CastDTensor
 from layoutmap.engines.torch.gather.fsdp import GatheredTensors as GatheredTensors
-from layoutmap.engines.torch.gather.fsdp import can_gather as can_gather
-from layoutmap.engines.torch.gather.fsdp import format_early_change_message as format_early_change_message
-from layoutmap.engines.torch.gather.fsdp_saved import save_references as save_references
+from layoutmap.engines.torch.gather.fsdp import can_gather_by_concatenation as can_gather_by_concatenation
+from layoutmap.engines.torch.gather.fsdp import format_weight_changed_message as format_weight_changed_message
+from layoutmap.engines.torch.gather.fsdp_saved import save_tensors_as_references as save_tensors_as_references
 from layoutmap.engines.torch.gather.fully_shard import GatherUnit as GatherUnit
 from layoutmap.engines.torch.gather.fully_sharded import find_fully_sharded_dims as find_fully_sharded_dims
 from layoutmap.engines.torch.gather.gradients import GradientReducer as GradientReducer

@@ -29,7 +29,7 @@ from layoutmap.engines.torch.specs import (
 )
 
 
-def can_gather(tensor: DTensor, mesh_dim: int) -> bool:
+def can_gather_by_concatenation(tensor: DTensor, mesh_dim: int) -> bool:
     """Return whether the shards along a mesh dim, concatenated, are the tensor unsharded over that dim.
 
     That is so if this dim is the last one that splits its axis: the last such dim of the mesh, or by a strided shard.
@@ -53,7 +53,7 @@ class GatheredTensors:
     """Tensors that are gathered along a mesh dim by one collective, which the constructor runs.
 
     Args:
-        tensors: DTensors on one mesh, of one element type, each of which `can_gather`.
+        tensors: DTensors on one mesh, of one element type, each of which `can_gather_by_concatenation`.
         mesh_dim: The number of the mesh dim.
         dtype: Their element type when they are gathered; `None`: their own.
         reduce_dtype: The dtype in which gradients are summed up; `None`: their own.
@@ -67,7 +67,7 @@ class GatheredTensors:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.tensors, self.mesh_dim, self.reduce_dtype = tensors, mesh_dim, reduce_dtype
-        self.layouts = [_GatherLayout(tensor, mesh_dim) for tensor in tensors]
+        self.layouts = [_GatheredTensorSpec(tensor, mesh_dim) for tensor in tensors]
         mesh = tensors[0].device_mesh
         flat = torch.cat([get_local(tensor).detach().reshape(-1) for tensor in tensors])
         if flat.device.type != mesh.device_type:  # the weights were offloaded to the CPU, so move them back
@@ -76,11 +76,11 @@ class GatheredTensors:
         self._rows = flat.new_empty(mesh.size(mesh_dim), flat.numel())
         dist.all_gather_single(self._rows.view(-1), flat, mesh.get_group(mesh_dim))  # pyright: ignore[reportUnknownMemberType]
 
-    def gather_tensors(self) -> list[DTensor]:
+    def make_gathered_tensors(self) -> list[DTensor]:
         """Return the gathered tensors. Backward reduce-scatters their gradients over the mesh dim. Call this once."""
         return list(_AllGather.apply(self, *self.tensors))
 
-    def pop_rows(self) -> torch.Tensor:
+    def pop_gathered_rows(self) -> torch.Tensor:
         """Return the gathered elements, one row per device, and release them."""
         rows, self._rows = self._rows, torch.empty(0)
         return rows
@@ -89,10 +89,11 @@ class GatheredTensors:
 class _AllGather(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: GatheredTensors, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        # By default, torch passes zeros that are no DTensors as gradients of unused outputs, so turn that off.
+        # By default, torch passes zeros that are not DTensors as gradients of unused outputs, so turn that off.
         ctx.set_materialize_grads(False)
         ctx.gather = gather
-        columns = torch.split(gather.pop_rows(), [layout.local_size for layout in gather.layouts], dim=1)
+        sizes = [layout.local_size for layout in gather.layouts]
+        columns = torch.split(gather.pop_gathered_rows(), sizes, dim=1)
         return tuple(
             layout.assemble_tensor(part) for layout, part in zip(gather.layouts, columns, strict=True)
         )
@@ -122,9 +123,9 @@ class _ReduceScatter(AutogradFunction):
         for dtype in dict.fromkeys(gradient.dtype for _, gradient in partial_sums):
             some = [(layout, gradient) for layout, gradient in partial_sums if gradient.dtype == dtype]
             mesh = some[0][1].device_mesh
-            flat = torch.cat([layout.split_by_device(gradient) for layout, gradient in some], dim=1).reshape(
-                -1
-            )
+            flat = torch.cat(
+                [layout.split_gradient_by_device(gradient) for layout, gradient in some], dim=1
+            ).reshape(-1)
             # A mixed-precision policy may request sums in float32, because sums in bfloat16 lose digits.
             flat = flat.to(gather.reduce_dtype)
             mine = flat.new_empty(flat.numel() // mesh.size(mesh_dim))
@@ -149,13 +150,13 @@ class _ReduceScatter(AutogradFunction):
         results: list[DTensor | None] = [None] * len(upstream)
         for (dtype, _), numbers in groups.items():
             some = [redistribute_tensor(upstream[n], ctx.gather.layouts[n].spec.placements) for n in numbers]
-            gathered = GatheredTensors(some, ctx.gather.mesh_dim, dtype).gather_tensors()
+            gathered = GatheredTensors(some, ctx.gather.mesh_dim, dtype).make_gathered_tensors()
             for number, each in zip(numbers, gathered, strict=True):
                 results[number] = each
         return None, *results
 
 
-class CastFunction(AutogradFunction):
+class CastDTensor(AutogradFunction):
     """Convert a DTensor to another dtype. The gradient is converted back before it is reduced."""
 
     @staticmethod
@@ -168,7 +169,7 @@ class CastFunction(AutogradFunction):
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         """Return the gradient in the DTensor's own dtype."""
-        return CastFunction.apply(upstream[0], ctx.dtype), None
+        return CastDTensor.apply(upstream[0], ctx.dtype), None
 
 
 def _cast_local_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
@@ -176,7 +177,7 @@ def _cast_local_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
     return make_dtensor(get_local(tensor).to(dtype), replace_placements(spec, spec.placements, dtype))
 
 
-class _GatherLayout:
+class _GatheredTensorSpec:
     """Shapes and spec of one gathered tensor, to convert between its shards and the gathered elements."""
 
     def __init__(self, tensor: torch.Tensor, mesh_dim: int) -> None:
@@ -193,7 +194,7 @@ class _GatherLayout:
         local = apart.movedim(0, self.axis).reshape(joined).contiguous()
         return make_dtensor(local, replace_placement(self.spec, self.mesh_dim, Replicate(), local.dtype))
 
-    def split_by_device(self, gradient: DTensor) -> torch.Tensor:
+    def split_gradient_by_device(self, gradient: DTensor) -> torch.Tensor:
         """Return the elements of a gathered tensor's gradient, one row for each device along the mesh dim."""
         before, after = self.local_shape[: self.axis], self.local_shape[self.axis :]
         apart = get_local(gradient).reshape([*before, self.num_devices, *after])
@@ -220,7 +221,7 @@ def convert_to_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) 
     return make_dtensor(part, replace_placement(spec, mesh_dim, Partial(), part.dtype))
 
 
-def format_early_change_message(name: str, shape: tuple[int, ...]) -> str:
+def format_weight_changed_message(name: str, shape: tuple[int, ...]) -> str:
     """Return the error message for a parameter that was changed between the forward pass and the backward pass."""
     return format_message(
         f"{name} was changed in place before the backward pass",

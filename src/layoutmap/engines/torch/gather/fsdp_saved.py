@@ -23,7 +23,9 @@ from layoutmap.engines.torch.storages import get_storage_key
 
 @contextmanager
 # If autograd saved the gathered weights, they would stay in memory, so it saves references to them (decisions/0017).
-def save_references(tensors: Sequence[DTensor], regather: Callable[[], Sequence[DTensor]]) -> Generator[bool]:
+def save_tensors_as_references(
+    tensors: Sequence[DTensor], regather: Callable[[], Sequence[DTensor]]
+) -> Generator[bool]:
     """Make autograd save references to gathered tensors and their views, while the `with` block runs.
 
     If other saved-tensor hooks are active, such as those of an activation checkpoint, nothing is done.
@@ -35,7 +37,7 @@ def save_references(tensors: Sequence[DTensor], regather: Callable[[], Sequence[
     Yields:
         Whether references are saved.
     """
-    weights = _record_gathered_weights(tensors, regather)
+    weights = _make_gathered_weights(tensors, regather)
     if weights is None:
         yield False
         return
@@ -45,10 +47,10 @@ def save_references(tensors: Sequence[DTensor], regather: Callable[[], Sequence[
 
 
 @skip_function_modes
-def _record_gathered_weights(
+def _make_gathered_weights(
     tensors: Sequence[torch.Tensor], regather: Callable[[], Sequence[DTensor]]
 ) -> _GatheredWeights | None:
-    """Return the gathered weights, or None if autograd saves nothing or other hooks are active."""
+    """Return the `_GatheredWeights`, or None if autograd saves nothing or other saved-tensor hooks are active."""
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     # If other saved-tensor hooks are active, they get the tensors, so do nothing.
     if not nodes or not torch.is_grad_enabled() or get_saved_tensor_hooks() is not None:

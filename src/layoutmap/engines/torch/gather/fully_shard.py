@@ -28,7 +28,7 @@ from layoutmap.engines.torch.backward import (
     get_saved_tensor_hooks,
     is_activation_checkpoint,
 )
-from layoutmap.engines.torch.gather.fsdp import convert_to_partial_sum, format_early_change_message
+from layoutmap.engines.torch.gather.fsdp import convert_to_partial_sum, format_weight_changed_message
 from layoutmap.engines.torch.gather.fsdp_saved import can_be_shard_of_weight, drop_autograd_node
 from layoutmap.engines.torch.gather.fully_sharded import FullyShardState
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -48,7 +48,7 @@ with ImportErrorConverter("torch"):
 
 
 @dataclass(slots=True)
-class _CallOrder:
+class _UnitCallOrder:
     """The order in which the units of a model were last called."""
 
     outermost: GatherUnit | None = None
@@ -62,7 +62,7 @@ class GatherUnit(torch.nn.Module):
     """Parameters that `fully_shard` gathers together.
 
     Args:
-        parameters: DTensors of one element type, sharded over the mesh dim, each of which `can_gather`, by name.
+        parameters: Names and DTensors of one element type. `can_gather_by_concatenation` is true for each.
         mesh: Their mesh.
         mesh_dim: The number of the dim.
         options: The options of `fully_shard`, except those that follow from the layouts.
@@ -89,7 +89,7 @@ class GatherUnit(torch.nn.Module):
         self._sharded = [(each, get_local(each)) for _, each in parameters]
         self._mesh_dim = mesh_dim
         self._is_kept = is_kept
-        self.order = _CallOrder()
+        self.order = _UnitCallOrder()
         self._storages: frozenset[int] = frozenset()
         self._watched: set[int] = set()
         self._below = list(below or ())
@@ -99,7 +99,7 @@ class GatherUnit(torch.nn.Module):
         self._apply_fully_shard([each for _, each in parameters], mesh, options)
         # On GPUs, gathers overlap by streams, so only CPUs need asynchronous gathers.
         self.state = FullyShardState(self, is_asynchronous=mesh.device_type == "cpu")
-        self.state.call_before_reducing(self._redistribute_gradients)
+        self.state.call_before_reducing_gradients(self._redistribute_gradients)
         if below is not None:
             self.order.outermost = self
             self.state.initialize_before_first_call()
@@ -130,7 +130,7 @@ class GatherUnit(torch.nn.Module):
     def can_be_reused_for(self, parameters: Sequence[torch.Tensor | None]) -> bool:
         """Return whether `parameters` are the unit's own, unchanged, and no hooks of others interfere."""
         hooks = get_saved_tensor_hooks()
-        if not (hooks is None or isinstance(hooks, _UnitCall) or is_activation_checkpoint(hooks)):
+        if not (hooks is None or isinstance(hooks, _GatherUnitCall) or is_activation_checkpoint(hooks)):
             return False
         return all(
             each is parameter and get_local(each) is local and not has_hooks_of_others(parameter)
@@ -152,7 +152,7 @@ class GatherUnit(torch.nn.Module):
         try:
             if torch.is_grad_enabled() and not is_activation_checkpoint(hooks):
                 versions = [get_version(each) for each, _ in self._sharded]
-                call = _UnitCall(self, versions, self._storages, hooks)
+                call = _GatherUnitCall(self, versions, self._storages, hooks)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
                     yield self._attach_gradient_check()
             else:
@@ -168,7 +168,7 @@ class GatherUnit(torch.nn.Module):
                 self.state.gather_for_backward()
         else:
             if not self.state.is_call_running and self.state.has_failed_backward:
-                self.state.reset_after_failure()
+                self.state.reset_after_failed_backward()
             if self.state.is_gathered:
                 self.state.free_gathered_parameters()  # the weights may have changed since they were gathered
             self._record_call_order()
@@ -182,7 +182,8 @@ class GatherUnit(torch.nn.Module):
             for index, each in enumerate(self.state.gathered_parameters):
                 if each.requires_grad and index not in self._watched:
                     self._watched.add(index)
-                    each.register_hook(skip_function_modes(partial(self._convert_gradient, index)))  # pyright: ignore[reportUnknownMemberType]
+                    convert = partial(self._convert_gradient_to_partial_sum, index)
+                    each.register_hook(skip_function_modes(convert))  # pyright: ignore[reportUnknownMemberType]
             for each in inputs if self._sharded else ():
                 if each.grad_fn is not None:
                     each.register_hook(self._end_backward)  # pyright: ignore[reportUnknownMemberType]
@@ -240,14 +241,14 @@ class GatherUnit(torch.nn.Module):
         """Raise if a parameter was changed since the forward pass, which recorded `versions`."""
         for name, (each, _), version in zip(self._names, self._sharded, versions, strict=True):
             if get_version(each) != version:
-                raise RuntimeError(format_early_change_message(name, tuple(each.shape)))
+                raise RuntimeError(format_weight_changed_message(name, tuple(each.shape)))
 
-    def _convert_gradient(self, index: int, gradient: DTensor) -> object:
+    def _convert_gradient_to_partial_sum(self, index: int, gradient: DTensor) -> object:
         """Return the gradient of a gathered parameter as a partial sum, because `fully_shard` reduces it later."""
         self.gather_for_backward()
         spec = get_spec(self.state.gathered_parameters[index])
-        # Autograd keeps a contiguous gradient. Any other one it would copy into a replicated DTensor, which sums over
-        # processes, and `fully_shard` would sum a second time.
+        # Autograd keeps a contiguous gradient. It would copy any other gradient into a replicated DTensor, which sums
+        # over processes, and then `fully_shard` would sum a second time.
         part = get_local(convert_to_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
         return make_dtensor(part, replace_placement(spec, self._mesh_dim, Partial(), part.dtype))
 
@@ -283,7 +284,7 @@ class _UnsupportedGradientCheck(AutogradFunction):
         return None, *upstream, *[None] * len(ctx.sharded)
 
 
-class _UnitCall:
+class _GatherUnitCall:
     """Saved-tensor hooks of one call of a unit. They gather the unit's parameters when they unpack one of them."""
 
     def __init__(
@@ -292,7 +293,7 @@ class _UnitCall:
         self._unit = unit
         self._versions = versions
         self._seen = -1  # number of the last backward pass that used this call
-        self.calls: dict[int, _UnitCall] = {} if hooks is None else dict(hooks.calls)
+        self.calls: dict[int, _GatherUnitCall] = {} if hooks is None else dict(hooks.calls)
         self.calls.update(dict.fromkeys(storages, self))
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedTensor:
@@ -319,7 +320,7 @@ class _UnitCall:
 @dataclass(slots=True, eq=False)
 class _SavedTensor:
     tensor: torch.Tensor
-    call: _UnitCall
+    call: _GatherUnitCall
 
 
 _GRADIENTS_BY_WEIGHTS = format_message(

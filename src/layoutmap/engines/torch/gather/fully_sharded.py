@@ -63,16 +63,16 @@ class FullyShardState:
             self._state._root_post_backward_final_callback
         )
 
-    def call_before_reducing(self, function: Callable[[], object]) -> None:
+    def call_before_reducing_gradients(self, function: Callable[[], object]) -> None:
         """Register a function that is called before each reduction of gradients."""
         if self._group is not None:
             reduce = self._group.post_backward
 
-            def post_backward(*unused: object) -> None:
+            def call_and_reduce(*unused: object) -> None:
                 function()
                 reduce(*unused)
 
-            self._group.post_backward = post_backward
+            self._group.post_backward = call_and_reduce
 
     def initialize_before_first_call(self) -> None:
         """Initialize the state of a root module, when all of its submodules are known."""
@@ -104,7 +104,7 @@ class FullyShardState:
         """Whether an earlier backward pass began and did not end, because it failed."""
         return self._state._state_ctx.post_backward_final_callback_queued
 
-    def reset_after_failure(self) -> None:
+    def reset_after_failed_backward(self) -> None:
         """Reset the state that a failed backward pass left in all modules."""
         states = self._state._state_ctx.all_states
         states[0]._reset_iter_state()  # only the root has this state, and it is the first

@@ -60,14 +60,14 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                self._hooks += self._hook_parameter(parameter)
+                self._hooks += self._register_gradient_hooks(parameter)
 
     def remove(self) -> None:
         """Remove the hooks, so that gradients are no longer reduced."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _hook_parameter(self, parameter: DTensor) -> tuple[RemovableHandle, RemovableHandle]:
+    def _register_gradient_hooks(self, parameter: DTensor) -> tuple[RemovableHandle, RemovableHandle]:
         parameter_of = self._refer_to(parameter)
 
         @skip_function_modes
@@ -77,12 +77,12 @@ class GradientReducer:
                 return None
             if has_hooks_of_others(parameter):
                 if (waiting := self._passes.get(get_backward_pass_id())) is not None:
-                    waiting.reduce_and_restore()  # the program's hook may read other gradients, so complete these
+                    waiting.reduce_and_restore_gradients()  # the hook may read other gradients, so complete these
                 is_placed = gradient.placements == parameter.placements
                 return gradient if is_placed else redistribute_tensor(gradient, parameter.placements)
             if parameter.grad is not None and _has_partial_placement(gradient):
                 # DTensor would all-reduce before it adds the gradient to the existing one, so set the gradient aside.
-                self._get_current_pass().set_gradient_aside(parameter)
+                self._get_current_backward_pass().set_gradient_aside(parameter)
             return None
 
         @skip_function_modes
@@ -92,17 +92,17 @@ class GradientReducer:
                 if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
                     parameter.grad = redistribute_tensor(gradient, parameter.placements)
             elif _has_misplaced_gradient(parameter):
-                self._get_current_pass().defer_reduction(parameter)
+                self._get_current_backward_pass().defer_reduction(parameter)
 
         return prepend_gradient_hooks(parameter, redistribute_before_accumulation, defer_after_accumulation)
 
-    def _get_current_pass(self) -> _BackwardPass:
+    def _get_current_backward_pass(self) -> _BackwardPass:
         """Return the pending gradients of the running backward pass, which are reduced at its end."""
         number = get_backward_pass_id()
         current = self._passes.get(number)
         if current is None:
             current = self._passes[number] = _BackwardPass()
-            call_after_backward(current.reduce_and_restore)
+            call_after_backward(current.reduce_and_restore_gradients)
         return current
 
 
@@ -129,7 +129,7 @@ class _BackwardPass:
 
     @skip_function_modes
     @torch.no_grad()
-    def reduce_and_restore(self) -> None:
+    def reduce_and_restore_gradients(self) -> None:
         """Reduce the new gradients, and then add the gradients that were set aside."""
         waiting = list(self._waiting.values())
         for parameter in waiting:
@@ -141,7 +141,7 @@ class _BackwardPass:
         self._waiting.clear()
         while self._earlier:
             _, (parameter, earlier) = self._earlier.popitem()
-            # `torch.autograd.grad` stores no gradient in `grad`. Then restore the earlier gradient, and otherwise add
+            # After `torch.autograd.grad`, `grad` is None, so restore the earlier gradient. Otherwise, add the new one
             # to it.
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 

@@ -8,17 +8,17 @@ from typing import Any
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, draw_padding, find_divisors
+from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, draw_padding, find_common_divisors
 
-Contents = str | Mapping[str, Shape | str]
-"""Contents of a layer: the expression of a module, or a mapping from names to weights and constants.
+Parameters = str | Mapping[str, Shape | str]
+"""Parameters of a layer: the expression of a module, or a mapping from names to weights and constants.
 
 In the mapping, a shape stands for a weight of this shape, and an expression for a constant.
 """
-LayerCode = tuple[str, Contents, Shape]
-"""Expression of a layer's call, its contents, and its output shape without the batch axis.
+LayerCode = tuple[str, Parameters, Shape]
+"""Expression of a layer's call, its parameters, and its output shape without the batch axis.
 
-In the expression, `{x}` stands for the input batch, `{h}` for the contents, and `{w}` for the weight `w`.
+In the expression, `{x}` stands for the input batch, `{h}` for the parameters, and `{w}` for the weight `w`.
 """
 LayerKinds = Mapping[str, tuple[Collection[int], int, Callable[[Choices, Shape], LayerCode]]]
 """Kinds of layers: the accepted ranks, how often one is drawn, and the function that draws one for an input shape."""
@@ -84,18 +84,18 @@ _ACTIVATIONS = (
 )
 
 
-def draw_activation(choices: Choices, call: str) -> str:
-    """Return `call`, usually inside a random activation."""
+def add_activation(choices: Choices, call: str) -> str:
+    """Return the expression `call`, usually inside a random activation function."""
     return choices.pick(*_ACTIVATIONS).format(call)
 
 
 def draw_conv_options(choices: Choices, space: Shape, width: int) -> tuple[dict[str, Any], Shape]:
-    """Return random options of a convolution by name, and its output shape, in which features are the last axis."""
+    """Return a dict of random options of a convolution, and its output shape with features as the last axis."""
     sizes = tuple(choices.pick_weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
     strides, dilation = (tuple(choices.pick_weighted({1: 3, 2: 1}) for _ in space) for _ in range(2))
     is_valid, spatial = draw_padding(choices, space, sizes, strides, dilation)
     filters = choices.pick_weighted(WIDTHS)
-    groups = choices.pick(*find_divisors(width, filters)) if choices.is_one_in(2) else 1
+    groups = choices.pick(*find_common_divisors(width, filters)) if choices.is_one_in(2) else 1
     options = {"filters": filters, "sizes": sizes, "strides": strides, "dilation": dilation, "groups": groups}
     return {**options, "padding": "VALID" if is_valid else "SAME"}, (*spatial, filters)
 
@@ -103,16 +103,16 @@ def draw_conv_options(choices: Choices, space: Shape, width: int) -> tuple[dict[
 # -- layers with weights
 
 
-def _draw_dense(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_dense_layer(choices: Choices, shape: Shape) -> LayerCode:
     width = choices.pick_weighted(WIDTHS)
     call, bias = choices.pick(("{x} @ {w}", {}), ("{x} @ {w} + {b}", {"b": (width,)}))
-    return draw_activation(choices, call), {"w": (shape[-1], width), **bias}, (*shape[:-1], width)
+    return add_activation(choices, call), {"w": (shape[-1], width), **bias}, (*shape[:-1], width)
 
 
-def _draw_products(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_matrix_product_layer(choices: Choices, shape: Shape) -> LayerCode:
     *spatial, width = shape
     inner, after = choices.pick_weighted(WIDTHS), choices.pick_weighted(WIDTHS)
-    call, contents = choices.pick(
+    call, parameters = choices.pick(
         ("{x} @ {a} @ {b}", {"a": (width, 2), "b": (2, after)}),
         ('jnp.einsum("...a,abc,...b->...c", {x}, {w}, {x})', {"w": (width, width, after)}),
         (
@@ -120,15 +120,15 @@ def _draw_products(choices: Choices, shape: Shape) -> LayerCode:
             {"gate": (width, inner), "up": (width, inner), "down": (inner, after)},
         ),
     )
-    return call, contents, (*spatial, after)
+    return call, parameters, (*spatial, after)
 
 
-def _draw_einsum(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_einsum_layer(choices: Choices, shape: Shape) -> LayerCode:
     equation, kernel, _, after = draw_heads_einsum(choices, shape)
     return f'jnp.einsum("{equation}", {{x}}, {{w}})', {"w": kernel}, after
 
 
-def _draw_convolution(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_convolution_layer(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
     options, after = draw_conv_options(choices, tuple(space), width)
     axes = "DHW"[-len(space) :]
@@ -141,7 +141,7 @@ def _draw_convolution(choices: Choices, shape: Shape) -> LayerCode:
     return call.format(**options, numbers=numbers), {"w": kernel}, after
 
 
-def _draw_pooling(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_pooling_layer(choices: Choices, shape: Shape) -> LayerCode:
     sizes, strides = ((1, *(choices.pick(2, 1, 3) for _ in shape[1:]), 1) for _ in range(2))
     call = choices.pick(
         "jax.lax.reduce_window({x}, -jnp.inf, jax.lax.max, SIZES)",
@@ -151,43 +151,43 @@ def _draw_pooling(choices: Choices, shape: Shape) -> LayerCode:
     return call.replace("SIZES", f'{sizes}, {strides}, "SAME"'), {}, after
 
 
-def _draw_attention(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_attention_layer(choices: Choices, shape: Shape) -> LayerCode:
     width, size = shape[-1], choices.pick(4, 8)
     heads, groups = choices.pick((4, 4), (4, 2), (8, 4), (8, 2), (4, 1), (6, 3))
-    contents = {
+    parameters = {
         "q": (width, heads, size),
         "k": (width, groups, size),
         "v": (width, groups, size),
         "o": (heads, size, width),
     }
     causal = choices.pick("", ", is_causal=True")
-    return f"attend({{x}}, {{q}}, {{k}}, {{v}}, {{o}}{causal})", contents, shape
+    return f"attend({{x}}, {{q}}, {{k}}, {{v}}, {{o}}{causal})", parameters, shape
 
 
-def _draw_recurrent(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_recurrent_layer(choices: Choices, shape: Shape) -> LayerCode:
     units, reverse = choices.pick_weighted(WIDTHS), choices.pick("", ", reverse=True")
-    contents = {"w": (shape[-1], units), "u": (units, units)}
-    return f"recur({{x}}, {{w}}, {{u}}{reverse})", contents, (shape[0], units)
+    parameters = {"w": (shape[-1], units), "u": (units, units)}
+    return f"recur({{x}}, {{w}}, {{u}}{reverse})", parameters, (shape[0], units)
 
 
-# -- layers with constants, or without contents
+# -- layers with constants, or without parameters
 
 
-def _draw_reduction(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_reduction_layer(choices: Choices, shape: Shape) -> LayerCode:
     axis = 1 + choices.draw_below(len(shape) - 1)
     call = choices.pick(f"{{x}}.mean({axis})", f"{{x}}.max({axis})", f"jax.nn.logsumexp({{x}}, {axis})")
     return call, {}, (*shape[: axis - 1], *shape[axis:])
 
 
-def _draw_lookup(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_gather_layer(choices: Choices, shape: Shape) -> LayerCode:
     axis = _draw_axis(choices, shape)
     size = shape[axis - 1]
     indices = [choices.draw_below(size) for _ in range(choices.pick(size, 4, 8))]
-    call = choices.pick(f"jnp.take({{x}}, {{i}}, axis={axis})", f"{{x}}[{_write_leading_colons(axis)}{{i}}]")
+    call = choices.pick(f"jnp.take({{x}}, {{i}}, axis={axis})", f"{{x}}[{_make_leading_colons(axis)}{{i}}]")
     return call, {"i": f"jnp.array({indices})"}, _resize_axis(shape, axis, len(indices))
 
 
-def _draw_segment_sum(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_segment_sum_layer(choices: Choices, shape: Shape) -> LayerCode:
     number = choices.pick(4, 2, 8)
     ids = [choices.draw_below(number) for _ in range(shape[0])]
     call = choices.pick(
@@ -197,9 +197,9 @@ def _draw_segment_sum(choices: Choices, shape: Shape) -> LayerCode:
     return call, {"i": f"jnp.array({ids})"}, (number, *shape[1:])
 
 
-def _draw_slice(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_slicing_layer(choices: Choices, shape: Shape) -> LayerCode:
     axis = _draw_axis(choices, shape)
-    size, colons = shape[axis - 1], _write_leading_colons(axis)
+    size, colons = shape[axis - 1], _make_leading_colons(axis)
     half = -(-size // 2)
     call, after = choices.pick(
         (f"{{x}}[{colons}::2]", half),
@@ -214,7 +214,7 @@ def _draw_slice(choices: Choices, shape: Shape) -> LayerCode:
     return call, {"i": f"jnp.array({start})"} if "{i}" in call else {}, _resize_axis(shape, axis, after)
 
 
-def _draw_reshape(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_reshaping_layer(choices: Choices, shape: Shape) -> LayerCode:
     """Draw a layer that splits the last axis, flattens all axes or all but the last one, or swaps two axes."""
     *spatial, width = shape
     size, axis = math.gcd(4, width), _draw_axis(choices, shape)
@@ -225,23 +225,23 @@ def _draw_reshape(choices: Choices, shape: Shape) -> LayerCode:
     return call, {}, after
 
 
-def _make_call_drawer(*calls: str) -> Callable[[Choices, Shape], LayerCode]:
+def _make_draw_function(*calls: str) -> Callable[[Choices, Shape], LayerCode]:
     """Return a function that draws a layer with one of these calls, all of which keep the shape.
 
     In a call, `{axis}` stands for one of the axes, and `{size}` for its size.
     """
 
-    def draw_call(choices: Choices, shape: Shape) -> LayerCode:
+    def draw_layer_with_call(choices: Choices, shape: Shape) -> LayerCode:
         axis, length, width = _draw_axis(choices, shape) if "{axis}" in str(calls) else 1, shape[0], shape[-1]
         weights = {"s": (width,), "w": (width, width), "m": (length, length), "p": (2 * length, width)}
         call = choices.pick(*calls).replace("{axis}", str(axis)).replace("{size}", str(shape[axis - 1]))
-        contents: Contents = {**weights, "i": "jnp.array(True)"}
-        return call, {name: item for name, item in contents.items() if f"{{{name}}}" in call}, shape
+        parameters: Parameters = {**weights, "i": "jnp.array(True)"}
+        return call, {name: item for name, item in parameters.items() if f"{{{name}}}" in call}, shape
 
-    return draw_call
+    return draw_layer_with_call
 
 
-def _draw_outer_product(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_outer_product_layer(choices: Choices, shape: Shape) -> LayerCode:
     return 'jnp.einsum("...a,...b->...ab", {x}, {x})', {}, (*shape, shape[-1])
 
 
@@ -250,25 +250,25 @@ def _draw_axis(choices: Choices, shape: Shape) -> int:
     return len(shape) - choices.draw_below(len(shape))
 
 
-def _write_leading_colons(axis: int) -> str:
-    """Return the colons that precede an index of this axis in brackets."""
+def _make_leading_colons(axis: int) -> str:
+    """Return the text `:, ` for each axis before an axis, to precede the index of that axis."""
     return ":, " * axis
 
 
 def _resize_axis(shape: Shape, axis: int, size: int) -> Shape:
-    """Return a shape with a new size for an axis. The shape has no batch axis, but `axis` counts it as axis 0."""
+    """Return a shape with a new size for one axis. Axis 0 is the batch axis, which `shape` does not contain."""
     return (*shape[: axis - 1], size, *shape[axis:])
 
 
 ANY, SPATIAL = range(1, 5), range(2, 5)
 FUNCTIONS: LayerKinds = {
-    "dense": (ANY, 10, _draw_dense),
-    "einsum": (range(1, 4), 5, _draw_einsum),
-    "products": (ANY, 5, _draw_products),
+    "dense": (ANY, 10, _draw_dense_layer),
+    "einsum": (range(1, 4), 5, _draw_einsum_layer),
+    "products": (ANY, 5, _draw_matrix_product_layer),
     "scaled": (
         SPATIAL,
         6,
-        _make_call_drawer(
+        _make_draw_function(
             "{x} * (1 + {s})",
             "normalize({x}) * (1 + {s})",
             "jnp.where({x} > 0, {x}, {x} * {s})",
@@ -277,24 +277,24 @@ FUNCTIONS: LayerKinds = {
             "jax.nn.log_softmax({x} * {s}, {axis})",
         ),
     ),
-    "convolution": (SPATIAL, 8, _draw_convolution),
-    "pooling": (SPATIAL, 3, _draw_pooling),
-    "attention": ((2,), 6, _draw_attention),
-    "recurrent": ((2,), 4, _draw_recurrent),
+    "convolution": (SPATIAL, 8, _draw_convolution_layer),
+    "pooling": (SPATIAL, 3, _draw_pooling_layer),
+    "attention": ((2,), 6, _draw_attention_layer),
+    "recurrent": ((2,), 4, _draw_recurrent_layer),
     "square": (
         SPATIAL,
         3,
-        _make_call_drawer(
+        _make_draw_function(
             "jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ {w}), {x})",
             'jnp.einsum("st,bt...->bs...", {m}, {x})',
             'jnp.einsum("st,bt...->bs...", jnp.tril({m}), {x})',
         ),
     ),
-    "positions": ((2,), 3, _make_call_drawer("{x} + {p}[:{size}]")),
+    "positions": ((2,), 3, _make_draw_function("{x} + {p}[:{size}]")),
     "of an axis": (
         ANY,
         4,
-        _make_call_drawer(
+        _make_draw_function(
             "jnp.cumsum({x}, {axis}) / {size}",
             "jnp.roll({x}, 1, {axis})",
             "jnp.flip({x}, {axis})",
@@ -303,16 +303,16 @@ FUNCTIONS: LayerKinds = {
             "jnp.fft.fft({x}, axis={axis}).real / {size}",
         ),
     ),
-    "reduced": (SPATIAL, 3, _draw_reduction),
-    "gathered": (ANY, 3, _draw_lookup),
-    "segments": (SPATIAL, 3, _draw_segment_sum),
-    "sliced": (ANY, 5, _draw_slice),
-    "reshaped": (ANY, 4, _draw_reshape),
-    "outer": (range(1, 3), 1, _draw_outer_product),
-    "constrained": (ANY, 3, _make_call_drawer("constrain({x})", "constrain(jnp.tanh({x}))")),
+    "reduced": (SPATIAL, 3, _draw_reduction_layer),
+    "gathered": (ANY, 3, _draw_gather_layer),
+    "segments": (SPATIAL, 3, _draw_segment_sum_layer),
+    "sliced": (ANY, 5, _draw_slicing_layer),
+    "reshaped": (ANY, 4, _draw_reshaping_layer),
+    "outer": (range(1, 3), 1, _draw_outer_product_layer),
+    "constrained": (ANY, 3, _make_draw_function("constrain({x})", "constrain(jnp.tanh({x}))")),
     "elementwise": (
         ANY,
         2,
-        _make_call_drawer("halved({x})", "jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})"),
+        _make_draw_function("halved({x})", "jax.lax.cond({i}, jnp.tanh, lambda y: 2 * y, {x})"),
     ),
 }

@@ -10,10 +10,15 @@ from typing import ClassVar
 
 from layoutmap.testing.models.jax.functions import HELPERS
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import ModelValue, write_batch, write_losses, write_one_or_list
+from layoutmap.testing.models.values import (
+    ModelValue,
+    make_list_code,
+    make_losses_code,
+    make_whole_batch_code,
+)
 
 INDENT = "    "
-CONTAINERS = {  # by kind: (opening, prefix of an item, closing, access to an item)
+CONTAINERS = {  # kind: (opening bracket, prefix of an item, closing bracket, access to an item)
     "dict": ("{{", "{key!r}: ", "}}", "[{key!r}]"),
     "list": ("[", "", "]", "[{number}]"),
     "tuple": ("(", "", ",)", "[{number}]"),
@@ -54,34 +59,34 @@ class Container:
     name: str  # name of the class of a namedtuple or dataclass
     items: tuple[tuple[str, str | Container], ...]  # pairs of a key and an expression or a container
 
-    def write_source(self, *, is_long: bool = False) -> str:
+    def make_code(self, *, is_long: bool = False) -> str:
         """Return the expression that creates the container."""
         opening, prefix, closing, _ = CONTAINERS[self.kind]
         items = [
-            prefix.format(key=key) + (item.write_source() if isinstance(item, Container) else item)
+            prefix.format(key=key) + (item.make_code() if isinstance(item, Container) else item)
             for key, item in self.items
         ]
-        if self.kind == "nnx.data":  # an outer `nnx.data` also marks nested attributes
+        if self.kind == "nnx.data":  # the outer `nnx.data` also marks nested items, so omit theirs
             items = [item.removeprefix("nnx.data") for item in items]
         inner = "".join(f"\n{INDENT}{item}," for item in items) + "\n" if is_long else ", ".join(items)
         return opening.format(name=self.name) + inner + (closing.lstrip(",") if is_long else closing).format()
 
-    def write_access_expressions(self, owner: str) -> dict[str, str]:
-        """Return the expressions that read all items and nested items, by key. `owner` is that of the container."""
+    def make_access_expressions(self, owner: str) -> dict[str, str]:
+        """Return a dict from each key, also of nested items, to code that reads the item from the code `owner`."""
         accesses = dict[str, str]()
         for number, (key, item) in enumerate(self.items):
             accesses[key] = owner + CONTAINERS[self.kind][3].format(key=key, number=number)
             if isinstance(item, Container):
-                accesses |= item.write_access_expressions(accesses[key])
+                accesses |= item.make_access_expressions(accesses[key])
         return accesses
 
-    def iterate_class_definitions(self) -> Iterator[str]:
+    def iterate_class_code(self) -> Iterator[str]:
         """Yield the source of the classes of this container and of nested ones."""
         if self.kind in _CLASSES:
             yield _CLASSES[self.kind].format(name=self.name, keys=[key for key, _ in self.items])
         for _, item in self.items:
             if isinstance(item, Container):
-                yield from item.iterate_class_definitions()
+                yield from item.iterate_class_code()
 
 
 @dataclass(frozen=True)
@@ -89,16 +94,16 @@ class ForwardLine:
     """Line of the forward pass: it calls a layer and assigns the result to a variable."""
 
     kinds: tuple[str, ...]  # kinds of the layer and its wrapper
-    call: str  # expression of the result; `{l3}` stands for the contents of the layer `l3`
+    call: str  # expression of the result; `{l3}` stands for the parameters of the layer `l3`
     value: str  # name of the variable with the result
     shape: Shape  # shape of the result without the batch axis
-    module: str = ""  # name of the layer if it is a module whose output this is; empty: it is not
+    module: str = ""  # name of the module that returns the result; empty: none does
 
 
-# Pytrees and modules of flax.nnx share this class, because only their syntax of contents differs (decisions/0140).
+# Pytrees and modules of flax.nnx share this class, because only the syntax of parameters differs (decisions/0140).
 @dataclass(frozen=True)
-class Model:
-    """A JAX model."""
+class JaxModel:
+    """A random JAX model: its inputs, parameters, lines of the forward pass, and outputs."""
 
     library: ClassVar[str] = "jax"
     plan_inputs: ClassVar[str] = ""
@@ -115,7 +120,7 @@ class Model:
         "optax.adafactor(0.001, min_dim_size_to_factor=4)": 1,
     }
 
-    precisions: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
+    precision_lines: ClassVar[Mapping[str, str]] = {"bfloat16": _IN_BFLOAT16}
     # JAX can enable float64 only for the whole process, where it would change other models, so float64 is not
     # supported.
     float64_lines: ClassVar[str] = ""
@@ -124,52 +129,52 @@ class Model:
 
     inputs: tuple[ModelValue, ...]
     lines: tuple[ForwardLine, ...]
-    contents: Container  # weights and modules of the model
+    parameters: Container  # weights and modules of the model
     outputs: tuple[ModelValue, ...]
     keyword_inputs: bool = False  # whether inputs are passed as keyword arguments
 
     @cached_property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of all its layers, in order."""
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kinds of all layers, in order."""
         return tuple(kind for line in self.lines for kind in line.kinds)
 
     @property
-    def content_paths(self) -> Mapping[str, str]:
-        """Map from the name of each layer to the path of its contents."""
-        accesses = self.contents.write_access_expressions("").items()
+    def layer_paths(self) -> Mapping[str, str]:
+        """A dict from the name of each layer to the path of its parameters."""
+        accesses = self.parameters.make_access_expressions("").items()
         return {name: re.sub(r"\['?(\w+)'?\]", r".\1", access).removeprefix(".") for name, access in accesses}
 
-    def write_data(self, rows: int) -> str:
+    def make_batch_code(self, rows: int) -> str:
         """Return the expression that draws a batch from `rng`."""
         if not self.keyword_inputs:
-            return write_batch(self.inputs, self.outputs, rows)
-        inputs = ", ".join(f"{value.name}={value.write_data(rows)}" for value in self.inputs)
-        return f"dict({inputs}), {write_one_or_list([value.write_data(rows) for value in self.outputs])}"
+            return make_whole_batch_code(self.inputs, self.outputs, rows)
+        inputs = ", ".join(f"{value.name}={value.make_batch_code(rows)}" for value in self.inputs)
+        return f"dict({inputs}), {make_list_code([value.make_batch_code(rows) for value in self.outputs])}"
 
-    def write_forward_lines(self, owner: str) -> list[str]:
+    def make_forward_lines(self, owner: str) -> list[str]:
         """Return the lines of the forward pass, which read layers from the variable `owner`."""
-        accesses = self.contents.write_access_expressions(owner)
+        accesses = self.parameters.make_access_expressions(owner)
         lines = [
             f"{line.value} = " + re.sub(r"{(l\d+)}", lambda match: accesses[match[1]], line.call)
             for line in self.lines
         ]
-        return [*lines, f"return {write_one_or_list([value.name for value in self.outputs])}"]
+        return [*lines, f"return {make_list_code([value.name for value in self.outputs])}"]
 
-    def write_program(self, forward: str, setup: Sequence[str], model: str, optimizer: str) -> str:
-        """Return the program of `make_model`, which returns the model with its loss and optimizer."""
+    def make_program(self, forward: str, setup: Sequence[str], model: str, optimizer: str) -> str:
+        """Return the program that defines `make_model`, which returns the model with its loss and optimizer."""
         result = f"return train_with({model}, loss=loss, optimizer={optimizer})"
         parts = [
-            "".join(self.contents.iterate_class_definitions()).rstrip(),
+            "".join(self.parameters.iterate_class_code()).rstrip(),
             *(source.rstrip() for name, source in HELPERS.items() if re.search(rf"\b{name}\(", forward)),
             forward,
-            write_indented_block(
-                "def loss(outputs, targets):", [f"return {write_losses(self.outputs, 'y')}"]
+            make_indented_block(
+                "def loss(outputs, targets):", [f"return {make_losses_code(self.outputs, 'y')}"]
             ),
-            write_indented_block("def make_model():", [*setup, result]),
+            make_indented_block("def make_model():", [*setup, result]),
         ]
         return "\n\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_indented_block(first: str, lines: Sequence[str]) -> str:
-    """Return the text of a line and of indented lines after it."""
+def make_indented_block(first: str, lines: Sequence[str]) -> str:
+    """Return a text of the line `first` and the indented `lines` below it."""
     return "\n".join([first, *(INDENT + line if line else "" for text in lines for line in text.split("\n"))])

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.drawing import JaxBuilder, LibrarySyntax
-from layoutmap.testing.models.jax.functions import ANY, SPATIAL, LayerCode, draw_activation, draw_conv_options
-from layoutmap.testing.models.jax.model import Container, Model, write_indented_block
+from layoutmap.testing.models.jax.functions import ANY, SPATIAL, LayerCode, add_activation, draw_conv_options
+from layoutmap.testing.models.jax.model import Container, JaxModel, make_indented_block
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, find_divisors
+from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, find_common_divisors
 
 _SOURCES = {
     "Fixed": """\
@@ -80,8 +80,8 @@ def loss(outputs, targets, loss=loss):
 
 
 @dataclass(frozen=True)
-class Module(Model):
-    """A module of flax.nnx."""
+class NnxModel(JaxModel):
+    """A random model that is a module of flax.nnx."""
 
     imports: ClassVar[str] = """\
 import jax
@@ -96,50 +96,50 @@ from layoutmap.adapters.jax import train_with
     rngs: str = "nnx.Rngs(0)"
 
     @property
-    def layer_outputs(self) -> Mapping[str, Shape]:
-        """Output shapes of modules that are called once, by path."""
+    def layer_output_shapes(self) -> Mapping[str, Shape]:
+        """A dict from the path of each module that is called once to its output shape."""
         num_uses = Counter(name for line in self.lines for name in re.findall(r"{(l\d+)}", line.call))
         modules = {line.module: line.shape for line in self.lines if line.module}
-        return {self.content_paths[name]: shape for name, shape in modules.items() if num_uses[name] == 1}
+        return {self.layer_paths[name]: shape for name, shape in modules.items() if num_uses[name] == 1}
 
-    def write_source(self, optimizer: str) -> str:
-        """Return the program of `make_model`."""
+    def make_code(self, optimizer: str) -> str:
+        """Return the program that defines `make_model`."""
         items = [
-            (key, item.write_source() if isinstance(item, Container) else item)
-            for key, item in self.contents.items
+            (key, item.make_code() if isinstance(item, Container) else item)
+            for key, item in self.parameters.items
         ]
         inputs = ", ".join(each.name for each in self.inputs)
         methods = [
-            write_indented_block(
+            make_indented_block(
                 "def __init__(self, rngs):", [f"self.{key} = {item}" for key, item in items] or ["pass"]
             ),
             "",
-            write_indented_block(f"def __call__(self, {inputs}):", self.write_forward_lines("self")),
+            make_indented_block(f"def __call__(self, {inputs}):", self.make_forward_lines("self")),
         ]
-        net = write_indented_block("class Net(nnx.Module):", methods)
+        net = make_indented_block("class Net(nnx.Module):", methods)
         sources = [source for name, source in _SOURCES.items() if re.search(rf"\b{name}\(", net)]
-        return self.write_program("".join(sources) + net, [], f"Net({self.rngs})", optimizer)
+        return self.make_program("".join(sources) + net, [], f"Net({self.rngs})", optimizer)
 
 
-def draw_model(choices: Choices) -> Module:
-    """Draw a module of flax.nnx."""
+def draw_model(choices: Choices) -> NnxModel:
+    """Return a random model that is a module of flax.nnx."""
     builder = JaxBuilder(choices, _LIBRARY)
-    contents = builder.draw_containers("attributes")
+    parameters = builder.draw_model_container("attributes")
     rngs = choices.pick("nnx.Rngs(0)", "nnx.Rngs(0, dropout=1)", "nnx.Rngs(params=2, dropout=3)")
     inputs, lines, outputs = tuple(builder.inputs), tuple(builder.lines), tuple(builder.outputs)
-    return Module(inputs, lines, contents, outputs, choices.is_one_in(8), rngs)
+    return NnxModel(inputs, lines, parameters, outputs, choices.is_one_in(8), rngs)
 
 
-def _draw_linear(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_linear_layer(choices: Choices, shape: Shape) -> LayerCode:
     width, bias = choices.pick_weighted(WIDTHS), choices.pick("", ", use_bias=False")
     return (
-        draw_activation(choices, "{h}({x})"),
+        add_activation(choices, "{h}({x})"),
         f"nnx.Linear({shape[-1]}, {width}{bias}, rngs=rngs)",
         (*shape[:-1], width),
     )
 
 
-def _draw_general_linear(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_general_linear_layer(choices: Choices, shape: Shape) -> LayerCode:
     equation, kernel, contracted, after = draw_heads_einsum(choices, shape)
     module = choices.pick(
         f"nnx.LinearGeneral({kernel[:contracted]}, {kernel[contracted:]}, axis={(*range(-contracted, 0),)}, rngs=rngs)",
@@ -149,7 +149,7 @@ def _draw_general_linear(choices: Choices, shape: Shape) -> LayerCode:
     return "{h}({x})", module, after
 
 
-def _draw_convolution(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_convolution_layer(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
     options, after = draw_conv_options(choices, tuple(space), width)
     if len(space) == 1 and options["padding"] == "SAME" and choices.is_one_in(3):
@@ -158,29 +158,29 @@ def _draw_convolution(choices: Choices, shape: Shape) -> LayerCode:
         "nnx.Conv({width}, {filters}, {sizes}, {strides}, padding={padding!r}, kernel_dilation={dilation}, "
         "feature_group_count={groups}, rngs=rngs)"
     )
-    return draw_activation(choices, "{h}({x})"), module.format(**options, width=width), after
+    return add_activation(choices, "{h}({x})"), module.format(**options, width=width), after
 
 
-def _draw_transposed_convolution(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_transposed_convolution_layer(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
     filters, size = choices.pick_weighted(WIDTHS), choices.pick(3, 2, 4)
     module = f"nnx.ConvTranspose({width}, {filters}, {(size,) * len(space)}, {(2,) * len(space)}, rngs=rngs)"
     return "{h}({x})", module, (*(2 * n for n in space), filters)
 
 
-def _draw_norm(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_norm_layer(choices: Choices, shape: Shape) -> LayerCode:
     width = shape[-1]
     norms = (
         f"LayerNorm({width}",
         f"RMSNorm({width}",
-        f"GroupNorm({width}, {choices.pick(*find_divisors(width))}",
+        f"GroupNorm({width}, {choices.pick(*find_common_divisors(width))}",
     )
     norm = choices.pick(*norms, *[f"InstanceNorm({width}"] * (len(shape) > 1))
     # The variance of two features can be so small that the default epsilon would magnify rounding errors by 1000.
     return "{h}({x})", f"nnx.{norm}, epsilon=1e-3, rngs=rngs)", shape
 
 
-def _draw_attention(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_attention_layer(choices: Choices, shape: Shape) -> LayerCode:
     heads, groups = choices.pick((4, 4), (4, 2), (2, 2), (8, 2), (8, 4))
     width, mask = heads * choices.pick(4, 8), choices.pick("", ", mask=nnx.make_causal_mask({x}[..., 0])")
     module = (
@@ -190,7 +190,7 @@ def _draw_attention(choices: Choices, shape: Shape) -> LayerCode:
     return f"{{h}}({{x}}{mask})", module, shape
 
 
-def _draw_recurrent(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_recurrent_layer(choices: Choices, shape: Shape) -> LayerCode:
     units, cell = (
         choices.pick_weighted(WIDTHS),
         choices.pick("LSTMCell", "GRUCell", "SimpleCell", "OptimizedLSTMCell"),
@@ -204,7 +204,7 @@ def _draw_recurrent(choices: Choices, shape: Shape) -> LayerCode:
     return "{h}({x})", module, (shape[0], width)
 
 
-def _draw_composite(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_composite_module(choices: Choices, shape: Shape) -> LayerCode:
     """Draw a module that contains other modules."""
     *spatial, width = shape
     inner, after, linear = (
@@ -222,25 +222,25 @@ def _draw_composite(choices: Choices, shape: Shape) -> LayerCode:
     return "{h}({x})", module, (*spatial, after)
 
 
-def _make_module_drawer(module: str) -> Callable[[Choices, Shape], LayerCode]:
-    """Return a function that draws a layer with this module, which keeps the shape."""
+def _make_draw_function(module: str) -> Callable[[Choices, Shape], LayerCode]:
+    """Return a function that draws the layer `module`, which keeps the shape of its input."""
     return lambda _, shape: ("{h}({x})", module.replace("{width}", str(shape[-1])), shape)
 
 
 _LIBRARY = LibrarySyntax(
     layers={
-        "Linear": (ANY, 8, _draw_linear),
-        "LinearGeneral": (range(1, 4), 5, _draw_general_linear),
-        "norm": (ANY, 6, _draw_norm),
-        "BatchNorm": (ANY, 5, _make_module_drawer("nnx.BatchNorm({width}, momentum=0.9, rngs=rngs)")),
-        "Conv": (SPATIAL, 10, _draw_convolution),
-        "ConvTranspose": (SPATIAL, 3, _draw_transposed_convolution),
-        "MultiHeadAttention": ((2,), 7, _draw_attention),
-        "RNN": ((2,), 7, _draw_recurrent),
-        "Dropout": (ANY, 4, _make_module_drawer("nnx.Dropout(0.25, rngs=rngs)")),
-        "several": (ANY, 6, _draw_composite),
-        "PReLU": (ANY, 1, _make_module_drawer("nnx.PReLU()")),
-        "Centered": (ANY, 2, _make_module_drawer("Centered({width})")),
+        "Linear": (ANY, 8, _draw_linear_layer),
+        "LinearGeneral": (range(1, 4), 5, _draw_general_linear_layer),
+        "norm": (ANY, 6, _draw_norm_layer),
+        "BatchNorm": (ANY, 5, _make_draw_function("nnx.BatchNorm({width}, momentum=0.9, rngs=rngs)")),
+        "Conv": (SPATIAL, 10, _draw_convolution_layer),
+        "ConvTranspose": (SPATIAL, 3, _draw_transposed_convolution_layer),
+        "MultiHeadAttention": ((2,), 7, _draw_attention_layer),
+        "RNN": ((2,), 7, _draw_recurrent_layer),
+        "Dropout": (ANY, 4, _make_draw_function("nnx.Dropout(0.25, rngs=rngs)")),
+        "several": (ANY, 6, _draw_composite_module),
+        "PReLU": (ANY, 1, _make_draw_function("nnx.PReLU()")),
+        "Centered": (ANY, 2, _make_draw_function("Centered({width})")),
     },
     containers={"nnx.Dict": 4, "nnx.List": 2, "nnx.data": 1},
     weight=("nnx.Param({scale} * rngs.params.normal({shape}))", "{}[...]"),

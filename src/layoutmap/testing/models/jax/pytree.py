@@ -9,9 +9,9 @@ from typing import ClassVar
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.drawing import WRAPPERS, JaxBuilder, LibrarySyntax
 from layoutmap.testing.models.jax.functions import ANY, SPATIAL, LayerCode, draw_conv_options
-from layoutmap.testing.models.jax.model import CAST, Model, write_indented_block
+from layoutmap.testing.models.jax.model import CAST, JaxModel, make_indented_block
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, find_divisors
+from layoutmap.testing.models.values import WIDTHS, find_common_divisors
 
 _MIXED = f"""{CAST}def forward(p, *inputs, forward=forward, **named):
     return forward(cast(p), *cast(inputs), **cast(named))
@@ -35,8 +35,8 @@ def loss(outputs, targets, loss=loss):
 
 
 @dataclass(frozen=True)
-class Pytree(Model):
-    """A pytree with a forward function."""
+class PytreeModel(JaxModel):
+    """A random model that is a pytree of weights with a forward function."""
 
     imports: ClassVar[str] = """\
 import collections
@@ -53,27 +53,27 @@ from jax.random import key, normal
 from layoutmap.adapters.jax import train_with
 """
     auto_axes_lines: ClassVar[str] = _AUTO_AXES
-    layer_outputs: ClassVar[Mapping[str, Shape]] = {}
-    precisions: ClassVar[Mapping[str, str]] = {**Model.precisions, "mixed_bfloat16": _MIXED}
+    layer_output_shapes: ClassVar[Mapping[str, Shape]] = {}
+    precision_lines: ClassVar[Mapping[str, str]] = {**JaxModel.precision_lines, "mixed_bfloat16": _MIXED}
 
-    def write_source(self, optimizer: str) -> str:
-        """Return the program of `make_model`."""
+    def make_code(self, optimizer: str) -> str:
+        """Return the program that defines `make_model`."""
         inputs = ", ".join(each.name for each in self.inputs)
-        forward = write_indented_block(f"def forward(p, {inputs}):", self.write_forward_lines("p"))
-        return self.write_program(
+        forward = make_indented_block(f"def forward(p, {inputs}):", self.make_forward_lines("p"))
+        return self.make_program(
             forward,
-            [f"params = {self.contents.write_source(is_long=True)}"],
+            [f"params = {self.parameters.make_code(is_long=True)}"],
             "params, forward=forward",
             optimizer,
         )
 
 
-def draw_model(choices: Choices) -> Pytree:
-    """Draw a pytree with a forward function."""
+def draw_model(choices: Choices) -> PytreeModel:
+    """Return a random model that is a pytree with a forward function."""
     builder = JaxBuilder(choices, _LIBRARY)
-    contents = builder.draw_containers(choices.pick_weighted(_LIBRARY.containers))
+    parameters = builder.draw_model_container(choices.pick_weighted(_LIBRARY.containers))
     inputs, lines, outputs = tuple(builder.inputs), tuple(builder.lines), tuple(builder.outputs)
-    return Pytree(inputs, lines, contents, outputs, choices.is_one_in(8))
+    return PytreeModel(inputs, lines, parameters, outputs, choices.is_one_in(8))
 
 
 # -- modules of Equinox, which take one element of a batch
@@ -84,20 +84,20 @@ def _make_equinox_code(module: str, num_axes: int, output_shape: Shape) -> Layer
     return f"{'jax.vmap(' * num_axes}{{h}}{')' * num_axes}({{x}})", module, output_shape
 
 
-def _draw_eqx_linear(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_equinox_linear(choices: Choices, shape: Shape) -> LayerCode:
     width = choices.pick_weighted(WIDTHS)
     return _make_equinox_code(
         f"eqx.nn.Linear({shape[-1]}, {width}, key=key({{key}}))", len(shape), (*shape[:-1], width)
     )
 
 
-def _draw_eqx_mlp(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_equinox_mlp(choices: Choices, shape: Shape) -> LayerCode:
     inner, width = choices.pick_weighted(WIDTHS), choices.pick_weighted(WIDTHS)
     module = f"eqx.nn.MLP({shape[-1]}, {width}, {inner}, {choices.pick(1, 2)}, key=key({{key}}))"
     return _make_equinox_code(module, len(shape), (*shape[:-1], width))
 
 
-def _draw_eqx_norm(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_equinox_norm(choices: Choices, shape: Shape) -> LayerCode:
     norm, axes = choices.pick(
         (f"LayerNorm({shape[-1]})", len(shape)),
         (f"RMSNorm({shape[-1]})", len(shape)),
@@ -106,7 +106,7 @@ def _draw_eqx_norm(choices: Choices, shape: Shape) -> LayerCode:
     return _make_equinox_code(f"eqx.nn.{norm}", axes, shape)
 
 
-def _draw_eqx_convolution(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_equinox_convolution(choices: Choices, shape: Shape) -> LayerCode:
     width, *space = shape  # Equinox expects the features on the first axis
     options, (*spatial, filters) = draw_conv_options(choices, tuple(space), width)
     module = "{filters}, {sizes}, {strides}, {padding!r}, {dilation}, {groups}, key=key".format(**options)
@@ -115,14 +115,16 @@ def _draw_eqx_convolution(choices: Choices, shape: Shape) -> LayerCode:
     )
 
 
-def _draw_eqx_attention(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_equinox_attention(choices: Choices, shape: Shape) -> LayerCode:
     length, width = shape
-    module = f"eqx.nn.MultiheadAttention({choices.pick(*find_divisors(width))}, {width}, key=key({{key}}))"
+    module = (
+        f"eqx.nn.MultiheadAttention({choices.pick(*find_common_divisors(width))}, {width}, key=key({{key}}))"
+    )
     mask = choices.pick("", f", jnp.tril(jnp.ones(({length}, {length}), bool))")
     return f"jax.vmap(lambda y: {{h}}(y, y, y{mask}))({{x}})", module, shape
 
 
-def _draw_eqx_cell(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_equinox_gru(choices: Choices, shape: Shape) -> LayerCode:
     units = choices.pick_weighted(WIDTHS)
     module = f"eqx.nn.GRUCell({shape[-1]}, {units}, key=key({{key}}))"
     step = f"jax.lax.scan(lambda h, z: 2 * ({{h}}(z, h),), jnp.zeros({units}), y)[1]"
@@ -140,26 +142,26 @@ def _make_linen_code(module: str, shape: Shape, output_shape: Shape) -> LayerCod
     )
 
 
-def _draw_linen_dense(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_linen_dense_layer(choices: Choices, shape: Shape) -> LayerCode:
     features = choices.pick((choices.pick_weighted(WIDTHS),), (4, 8), (2, 4))
     return _make_linen_code(f"DenseGeneral({features})", shape, (*shape[:-1], *features))
 
 
-def _draw_linen_norm(choices: Choices, shape: Shape) -> LayerCode:
-    groups = f"GroupNorm({choices.pick(*find_divisors(shape[-1]))}, epsilon=1e-3)"
+def _draw_linen_norm_layer(choices: Choices, shape: Shape) -> LayerCode:
+    groups = f"GroupNorm({choices.pick(*find_common_divisors(shape[-1]))}, epsilon=1e-3)"
     norm = choices.pick("LayerNorm(epsilon=1e-3)", "RMSNorm(epsilon=1e-3)", groups)
     return _make_linen_code(norm, shape, shape)
 
 
-def _draw_linen_convolution(choices: Choices, shape: Shape) -> LayerCode:
+def _draw_linen_convolution_layer(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
     options, after = draw_conv_options(choices, tuple(space), width)
     module = "Conv({filters}, {sizes}, {strides}, {padding!r}, 1, {dilation}, {groups})"
     return _make_linen_code(module.format(**options), shape, after)
 
 
-def _draw_linen_sequence(choices: Choices, shape: Shape) -> LayerCode:
-    units, heads = choices.pick_weighted(WIDTHS), choices.pick(*find_divisors(shape[-1]))
+def _draw_linen_sequence_layer(choices: Choices, shape: Shape) -> LayerCode:
+    units, heads = choices.pick_weighted(WIDTHS), choices.pick(*find_common_divisors(shape[-1]))
     module, width = choices.pick(
         (f"MultiHeadDotProductAttention({heads})", shape[-1]),
         (f"RNN(nn.OptimizedLSTMCell({units}))", units),
@@ -170,16 +172,16 @@ def _draw_linen_sequence(choices: Choices, shape: Shape) -> LayerCode:
 
 _LIBRARY = LibrarySyntax(
     layers={
-        "eqx.Linear": (ANY, 4, _draw_eqx_linear),
-        "eqx.MLP": (ANY, 3, _draw_eqx_mlp),
-        "eqx norm": (ANY, 3, _draw_eqx_norm),
-        "eqx.Conv": (SPATIAL, 6, _draw_eqx_convolution),
-        "eqx.MultiheadAttention": ((2,), 4, _draw_eqx_attention),
-        "eqx.GRUCell": ((2,), 3, _draw_eqx_cell),
-        "linen.Dense": (range(1, 4), 4, _draw_linen_dense),
-        "linen norm": (ANY, 3, _draw_linen_norm),
-        "linen.Conv": (SPATIAL, 6, _draw_linen_convolution),
-        "linen of sequences": ((2,), 6, _draw_linen_sequence),
+        "eqx.Linear": (ANY, 4, _draw_equinox_linear),
+        "eqx.MLP": (ANY, 3, _draw_equinox_mlp),
+        "eqx norm": (ANY, 3, _draw_equinox_norm),
+        "eqx.Conv": (SPATIAL, 6, _draw_equinox_convolution),
+        "eqx.MultiheadAttention": ((2,), 4, _draw_equinox_attention),
+        "eqx.GRUCell": ((2,), 3, _draw_equinox_gru),
+        "linen.Dense": (range(1, 4), 4, _draw_linen_dense_layer),
+        "linen norm": (ANY, 3, _draw_linen_norm_layer),
+        "linen.Conv": (SPATIAL, 6, _draw_linen_convolution_layer),
+        "linen of sequences": ((2,), 6, _draw_linen_sequence_layer),
     },
     containers={"dict": 4, "list": 2, "tuple": 1, "namedtuple": 1, "dataclass": 2},
     weight=("{scale} * normal(key({key}), {shape})", "{}"),
@@ -203,7 +205,6 @@ _LIBRARY = LibrarySyntax(
         "experts": "jax.vmap(lambda p, x: {call}, (0, None))({h}, {x})",
         "each": "jax.vmap(lambda p, x: {call}, (None, {axis}), 1)({h}, {x})",
     },
-    unsupported=dict.fromkeys(
-        WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")
-    ),  # these layers contain functions, and JAX cannot map over functions
+    # These layers contain functions, and JAX cannot map over functions.
+    unsupported=dict.fromkeys(WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")),
 )

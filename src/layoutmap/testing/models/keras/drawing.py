@@ -21,7 +21,7 @@ _MOST_STEPS = 64
 
 
 def draw_model(choices: Choices) -> DrawnKerasModel:
-    """Draw a model of a few layers."""
+    """Return a random Keras model of a few layers."""
     style = choices.pick_weighted(_STYLES)
     builder = _KerasBuilder(choices, choices.sample(KINDS, 3), is_chain=style == "sequential")
     builder.build_model(max_parts=6)
@@ -63,17 +63,17 @@ class _KerasBuilder(ModelBuilder):
         if self.choices.is_one_in(12):
             inner: list[DrawnLayer] = []
             for _ in range(2):
-                kind, options, shape = self._draw_options_for_shape(shape, allow_attention=False)
+                kind, options, shape = self._draw_kind_and_options(shape, allow_attention=False)
                 inner.append(DrawnLayer(kind, tuple(options.items())))
             return self._add_layer_and_call("Sequential", {"layers": tuple(inner)}, shape, value)
-        kind, options, shape = self._draw_options_for_shape(shape, allow_attention=not self.is_chain)
+        kind, options, shape = self._draw_kind_and_options(shape, allow_attention=not self.is_chain)
         if kind not in ATTENTION:
             return self._add_layer_and_call(kind, options, shape, value)
         return self._add_layer_and_call(
             kind, options, shape, value, value, use_causal_mask=self.choices.is_one_in(2)
         )
 
-    def _draw_options_for_shape(self, shape: Shape, *, allow_attention: bool) -> tuple[str, Options, Shape]:
+    def _draw_kind_and_options(self, shape: Shape, *, allow_attention: bool) -> tuple[str, Options, Shape]:
         """Draw a layer that accepts a shape. Return its kind, its options, and the shape of its output."""
         weights = {
             kind: weight
@@ -83,11 +83,11 @@ class _KerasBuilder(ModelBuilder):
             and (kind not in RECURRENT or shape[0] <= _MOST_STEPS)
         }
 
-        def draw_options_of_kind(kind: str) -> tuple[Options, Shape] | None:
+        def draw_options_if_small(kind: str) -> tuple[Options, Shape] | None:
             options, after = KINDS[kind][2](self.choices, shape)
             return (options, after) if math.prod(after) <= _MOST_ELEMENTS else None
 
-        kind, (options, after) = self.draw_layer_of_kind(weights, draw_options_of_kind)
+        kind, (options, after) = self.draw_kind_and_layer(weights, draw_options_if_small)
         return kind.replace("*", str(len(shape) - 1)), options, after
 
     def _add_layer_and_call(
@@ -102,7 +102,7 @@ class _KerasBuilder(ModelBuilder):
 
     def _add_call(self, layer: str, shape: Shape, *inputs: str, **options: Any) -> str:
         """Add a call of an added layer, and return the variable of its result."""
-        value = self.create_variable_name(shape)
+        value = self.create_program_variable(shape)
         self.calls.append(DrawnCall(value, layer, inputs, shape, tuple(options.items())))
         return value
 
@@ -118,9 +118,8 @@ class _KerasBuilder(ModelBuilder):
             value = self._add_flatten_or_global_pooling(value)
         *spatial, width = shape = (*self.shapes[value][:-1], choices.pick_weighted(WIDTHS))
         name = f"l{len(self.layers)}"
-        self.layers[name] = DrawnLayer(
-            "Dense", (("units", width),), name
-        )  # never frozen, so that the model has a gradient
+        # This layer is never frozen, so that the model has a gradient.
+        self.layers[name] = DrawnLayer("Dense", (("units", width),), name)
         value, loss = self._add_call(name, shape, value), choices.pick_weighted(_LOSSES)
         has_classes = loss == "classes"
         self.outputs.append(
@@ -152,7 +151,7 @@ class _KerasBuilder(ModelBuilder):
         layer, shape = self.calls[-1].layer, self.shapes[value]
         return self._add_call(layer, shape, self._add_layer_and_call("LayerNormalization", {}, shape, value))
 
-    def join_input(self, value: str, other: str) -> str:
+    def combine_with_other_input(self, value: str, other: str) -> str:
         shape = self.shapes[value]
         if len(shape) == len(self.shapes[other]) == 2 and self.choices.is_one_in(2):
             kind = self.choices.pick(*ATTENTION)

@@ -12,7 +12,7 @@ from typing import Any
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.keras.model import DrawnLayer
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, draw_padding, find_divisors
+from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, draw_padding, find_common_divisors
 
 Options = dict[str, Any]
 DrawOptions = Callable[[Choices, Shape], tuple[Options, Shape]]
@@ -82,7 +82,7 @@ def _draw_convolution_options(choices: Choices, shape: Shape) -> tuple[Options, 
     if len(spatial) == 1 and options["padding"] == "same" and choices.is_one_in(3):
         options["padding"] = "causal"
     filters, activation = choices.pick_weighted(WIDTHS), choices.pick(*_ACTIVATIONS)
-    groups = choices.pick(*find_divisors(shape[-1], filters)) if choices.is_one_in(2) else 1
+    groups = choices.pick(*find_common_divisors(shape[-1], filters)) if choices.is_one_in(2) else 1
     options |= {"groups": groups, "activation": activation, **dict(choices.pick_weighted(_KERNEL_OPTIONS))}
     return {"filters": filters, **options}, (*spatial, filters)
 
@@ -170,7 +170,7 @@ KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
     "GroupNormalization": (
         _ANY,
         3,
-        lambda choices, shape: ({"groups": choices.pick(*find_divisors(shape[-1]))}, shape),
+        lambda choices, shape: ({"groups": choices.pick(*find_common_divisors(shape[-1]))}, shape),
     ),
     "Conv*D": (_SPATIAL, 12, _draw_convolution_options),
     "DepthwiseConv*D": (range(2, 4), 8, _draw_depthwise_options),

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import ModelValue, write_batch, write_one_or_list
+from layoutmap.testing.models.values import ModelValue, make_list_code, make_whole_batch_code
 
 SGD = "keras.optimizers.SGD(0.05, momentum=0.9)"
 
@@ -50,7 +50,7 @@ _INDENT = "    "
 
 @dataclass(frozen=True)
 class DrawnLayer:
-    """Describe a layer by its constructor's arguments, and write the expression that creates it."""
+    """Describe a layer by its constructor's arguments, and make the expression that creates it."""
 
     kind: str  # name of a class in `keras.layers`, key of `CUSTOM`, or "Sequential"
     options: tuple[tuple[str, Any], ...] = ()  # names and values of the constructor's arguments
@@ -67,13 +67,13 @@ class DrawnLayer:
             *(kind for value in values if isinstance(value, DrawnLayer) for kind in value.layer_kinds),
         )
 
-    def write_source(self, name: str = "") -> str:
+    def make_code(self, name: str = "") -> str:
         """Return the expression that creates the layer."""
         options = dict(self.options) | ({"name": name} if name else {})
         module = {"Sequential": "keras."}.get(self.kind, "" if self.kind in CUSTOM else "L.")
         return f"{module}{self.kind}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
-    __repr__ = write_source  # options of a layer may contain nested layers, whose source is needed
+    __repr__ = make_code  # an option may be a nested layer, and its `repr` must be its code
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class DrawnCall:
 
 @dataclass(frozen=True)
 class DrawnKerasModel:
-    """Describe a random Keras model, and write its program."""
+    """Describe a random Keras model, and make its program."""
 
     library: ClassVar[str] = "keras"
     imports: ClassVar[str] = """\
@@ -122,19 +122,19 @@ L = keras.layers
     lora: str = ""  # name of the layer that gets LoRA factors after the build
 
     @cached_property
-    def kinds(self) -> tuple[str, ...]:
+    def layer_kinds(self) -> tuple[str, ...]:
         """The kinds of all layers, in order."""
         return tuple(kind for layer in self.layers for kind in layer.layer_kinds)
 
     @property
-    def precisions(self) -> Mapping[str, str]:
-        """Lines that set a dtype policy or quantize the model."""
+    def precision_lines(self) -> Mapping[str, str]:
+        """A dict from each precision to the lines that set it by a dtype policy or by quantization."""
         # Recurrent layers have orthogonal initial values, which backends cannot create in bfloat16, so draw only mixed
         # precision.
-        has_recurrent = re.search("RNN|LSTM|GRU", str(self.kinds))
+        has_recurrent = re.search("RNN|LSTM|GRU", str(self.layer_kinds))
         policies = ["mixed_bfloat16"] if has_recurrent else ["bfloat16", "mixed_bfloat16"]
         lines = {policy: _SET_POLICY.format(policy=policy) for policy in policies}
-        if re.search("Dense|Embedding|Attention", str(self.kinds)):
+        if re.search("Dense|Embedding|Attention", str(self.layer_kinds)):
             first_call = f"model({self.plan_inputs})\n    " if self.is_subclassed else ""
             lines |= {mode: _QUANTIZED.format(first_call=first_call, mode=mode) for mode in ("int8", "int4")}
         return lines
@@ -146,17 +146,19 @@ L = keras.layers
 
     @property
     def is_subclassed(self) -> bool:
-        """Whether it is a subclass of `keras.Model`, which creates its weights in the first call."""
+        """Whether the model is a subclass of `keras.Model`, which creates its weights in the first call."""
         return self.style in ("subclassed", "listed")
 
     @property
     def plan_inputs(self) -> str:
         """The expression of the inputs of a subclassed model. Empty for other models."""
-        return write_one_or_list([_write_input(value) for value in self.inputs]) if self.is_subclassed else ""
+        return (
+            make_list_code([_make_input_code(value) for value in self.inputs]) if self.is_subclassed else ""
+        )
 
     @property
-    def layer_outputs(self) -> Mapping[str, Shape]:
-        """Output shapes of named layers that are called once, by layer path."""
+    def layer_output_shapes(self) -> Mapping[str, Shape]:
+        """A dict from the path of each named layer that is called once to its output shape."""
         num_calls = Counter(call.layer for call in self.calls) if self.named else {}
         return {
             self.get_layer_path(call.layer): call.shape
@@ -164,9 +166,9 @@ L = keras.layers
             if num_calls.get(call.layer) == 1
         }
 
-    def write_data(self, rows: int) -> str:
+    def make_batch_code(self, rows: int) -> str:
         """Return the expression that draws a batch from `rng`."""
-        return write_batch(self.inputs, self.outputs, rows)
+        return make_whole_batch_code(self.inputs, self.outputs, rows)
 
     def get_layer_path(self, layer_name: str) -> str:
         """Return the path of a layer in a model with named layers."""
@@ -174,37 +176,40 @@ L = keras.layers
             f"parts.{list(self._layers_by_name).index(layer_name)}" if self.style == "listed" else layer_name
         )
 
-    def write_source(self, optimizer: str) -> str:
-        """Return the program of `make_model`, which returns the compiled model."""
-        custom = "".join(CUSTOM[kind] for kind in dict.fromkeys(self.kinds) if kind in CUSTOM)
-        lines = ["model = Net()"] if self.is_subclassed else self._write_functional_lines()
+    def make_code(self, optimizer: str) -> str:
+        """Return the program that defines `make_model`, which returns the compiled model."""
+        custom = "".join(CUSTOM[kind] for kind in dict.fromkeys(self.layer_kinds) if kind in CUSTOM)
+        lines = ["model = Net()"] if self.is_subclassed else self._make_functional_lines()
         if self.style == "sequential":
-            parts = [_write_input(self.inputs[0]), *(self._write_layer(layer) for layer in self.layers)]
+            parts = [
+                _make_input_code(self.inputs[0]),
+                *(self._make_layer_code(layer) for layer in self.layers),
+            ]
             lines = ["model = keras.Sequential([", *(f"{_INDENT}{part}," for part in parts), "])"]
         if self.lora and self.is_subclassed:
-            lora_layer = self._write_attribute("model", self.lora)
+            lora_layer = self._make_attribute_code("model", self.lora)
             lines += [f"model({self.plan_inputs})", f"{lora_layer}.enable_lora(2)"]
         elif self.lora:
             lines.append(f"model.get_layer({self.lora!r}).enable_lora(2)")
-        losses = write_one_or_list([_write_loss(output) for output in self.outputs])
+        losses = make_list_code([_make_loss_code(output) for output in self.outputs])
         lines += [f"model.compile({optimizer}, {losses})", "return model"]
-        net = "\n".join([*self._write_class_lines(), "\n\n"]) if self.is_subclassed else ""
+        net = "\n".join([*self._make_model_class_lines(), "\n\n"]) if self.is_subclassed else ""
         return "\n".join([f"{custom}{net}def make_model():", *(_INDENT + line for line in lines), ""])
 
     @cached_property
     def _layers_by_name(self) -> Mapping[str, DrawnLayer]:
         return {layer.name: layer for layer in self.layers}
 
-    def _write_layer(self, layer: DrawnLayer) -> str:
+    def _make_layer_code(self, layer: DrawnLayer) -> str:
         """Return the expression that creates a layer, with its name if the model's layers are named."""
-        return layer.write_source(layer.name if self.named else "")
+        return layer.make_code(layer.name if self.named else "")
 
-    def _write_attribute(self, owner: str, layer_name: str) -> str:
-        """Return the expression of a layer in a subclassed model, of which `owner` is the variable."""
+    def _make_attribute_code(self, owner: str, layer_name: str) -> str:
+        """Return the expression that reads a layer of a subclassed model from the model's variable `owner`."""
         index = list(self._layers_by_name).index(layer_name)
         return f"{owner}.parts[{index}]" if self.style == "listed" else f"{owner}.{layer_name}"
 
-    def _write_call(self, call: DrawnCall, layer_expression: str) -> str:
+    def _make_call_line(self, call: DrawnCall, layer_expression: str) -> str:
         """Return the line that assigns the result of calling a layer to a variable."""
         inputs = ", ".join(call.inputs)
         if self._layers_by_name[call.layer].kind in _MERGE_LAYERS:
@@ -212,28 +217,30 @@ L = keras.layers
         options = "".join(f", {key}={value!r}" for key, value in call.options)
         return f"{call.value} = {layer_expression}({inputs}{options})"
 
-    def _write_functional_lines(self) -> list[str]:
+    def _make_functional_lines(self) -> list[str]:
         """Return the lines that create a Functional model."""
-        lines = [f"{value.name} = {_write_input(value)}" for value in self.inputs]
+        lines = [f"{value.name} = {_make_input_code(value)}" for value in self.inputs]
         num_calls, written = Counter(call.layer for call in self.calls), set[str]()
         for call in self.calls:
-            layer = self._write_layer(self._layers_by_name[call.layer])
+            layer = self._make_layer_code(self._layers_by_name[call.layer])
             if num_calls[call.layer] > 1:  # a layer that is called several times needs a variable
                 lines += [] if call.layer in written else [f"{call.layer} = {layer}"]
                 written.add(call.layer)
                 layer = call.layer
-            lines.append(self._write_call(call, layer))
-        inputs = write_one_or_list([value.name for value in self.inputs])
+            lines.append(self._make_call_line(call, layer))
+        inputs = make_list_code([value.name for value in self.inputs])
         return [*lines, f"model = keras.Model({inputs}, {self._result_expression})"]
 
-    def _write_class_lines(self) -> list[str]:
+    def _make_model_class_lines(self) -> list[str]:
         """Return the lines that define the class of a subclassed model."""
-        layers = [f"self.{layer.name} = {layer.write_source()}" for layer in self.layers]
+        layers = [f"self.{layer.name} = {layer.make_code()}" for layer in self.layers]
         if self.style == "listed":
-            layers = ["self.parts = [", *(f"{_INDENT}{layer.write_source()}," for layer in self.layers), "]"]
+            layers = ["self.parts = [", *(f"{_INDENT}{layer.make_code()}," for layer in self.layers), "]"]
         names = [value.name for value in self.inputs]
         lines = [] if len(names) == 1 else [f"{', '.join(names)} = inputs"]
-        lines += [self._write_call(call, self._write_attribute("self", call.layer)) for call in self.calls]
+        lines += [
+            self._make_call_line(call, self._make_attribute_code("self", call.layer)) for call in self.calls
+        ]
         return [
             "class Net(keras.Model):",
             f"{_INDENT}def __init__(self):",
@@ -245,14 +252,14 @@ L = keras.layers
 
     @property
     def _result_expression(self) -> str:
-        return write_one_or_list([value.name for value in self.outputs])
+        return make_list_code([value.name for value in self.outputs])
 
 
-def _write_input(value: ModelValue) -> str:
+def _make_input_code(value: ModelValue) -> str:
     return f"keras.Input({value.shape}{', dtype=' + repr('int32') if value.classes else ''})"
 
 
-def _write_loss(value: ModelValue) -> str:
+def _make_loss_code(value: ModelValue) -> str:
     if value.classes:
         return "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
     return repr(value.loss)

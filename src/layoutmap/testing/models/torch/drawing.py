@@ -99,7 +99,7 @@ class _TorchBuilder(ModelBuilder):
     def _append_part(self, kinds: str, drawn_layer: DrawnLayer, value: str, *setup: str) -> str:
         """Add a part, and return the variable of its result. `kinds` may have several kinds, separated by blanks."""
         module, use, shape = drawn_layer
-        name, result = f"l{len(self.parts)}", self.create_variable_name(shape)
+        name, result = f"l{len(self.parts)}", self.create_program_variable(shape)
 
         def fill_names(line: str) -> str:
             return line.replace("{x}", value).replace("{y}", result).replace("{m}", f"{{{name}}}")
@@ -153,9 +153,9 @@ class _TorchBuilder(ModelBuilder):
         spatial = tuple(choices.pick(*sides) for _ in range(num_axes))
         shape = (min(width, 8), *spatial) if num_axes > 1 else (*spatial, width)
         if kind not in ("tokens", "bag"):
-            self.inputs.append(ModelValue(self.create_variable_name(shape), shape))
+            self.inputs.append(ModelValue(self.create_program_variable(shape), shape))
             return self.inputs[-1].name
-        value = self.create_variable_name(spatial)
+        value = self.create_program_variable(spatial)
         self.inputs.append(ModelValue(value, spatial, vocabulary))
         if kind == "bag":
             module = f"nn.EmbeddingBag({vocabulary}, {width}, mode='{choices.pick('mean', 'sum', 'max')}')"
@@ -218,10 +218,10 @@ class _TorchBuilder(ModelBuilder):
 
     def get_part_frequencies(self) -> dict[Callable[[str], str], int]:
         weights = super().get_part_frequencies()
-        joined, output = (weights.pop(add) for add in (self.add_and_join_input, self.add_second_output))
+        joined, output = (weights.pop(add) for add in (self.add_input_and_combine, self.add_second_output))
         weights[self._add_class_instances] = 2
         if not self.is_block:
-            weights |= {self.add_and_join_input: joined, self.add_second_output: output}
+            weights |= {self.add_input_and_combine: joined, self.add_second_output: output}
         return weights
 
     def add_layer(self, value: str) -> str:
@@ -248,7 +248,7 @@ class _TorchBuilder(ModelBuilder):
                 return None
             return None if only_modules and drawn_layer[1] != CALL else drawn_layer
 
-        return self.draw_layer_of_kind(weights, draw_small_layer)
+        return self.draw_kind_and_layer(weights, draw_small_layer)
 
     def add_sum(self, value: str, other: str) -> str:
         expressions = f"{{x}} + {other}", f"torch.add({other}, {{x}}, alpha=0.5)"
@@ -278,7 +278,7 @@ class _TorchBuilder(ModelBuilder):
         )
         return self._append_expression("shared", value, shape, *expressions)
 
-    def join_input(self, value: str, other: str) -> str:
+    def combine_with_other_input(self, value: str, other: str) -> str:
         choices, shape = self.choices, self.shapes[value]
         if len(shape) == len(self.shapes[other]) == 2 and choices.is_one_in(2):
             return self._append_part(
@@ -299,9 +299,9 @@ class _TorchBuilder(ModelBuilder):
         if self.is_block or self.blocks:
             return self.add_layer(value)
         block, shape = _TorchBuilder(self.choices, list(self.favorites), is_block=True), self.shapes[value]
-        result = argument = block.create_variable_name(shape)
+        result = argument = block.create_program_variable(shape)
         for _ in range(1 + self.choices.draw_below(2)):
-            result = block.add_part(result)
+            result = block.add_random_part(result)
         keeps_shape = block.shapes[result] == shape
         if keeps_shape and self.choices.is_one_in(2):
             result = block._append_expression("residual", argument, shape, f"{{x}} + {result}")

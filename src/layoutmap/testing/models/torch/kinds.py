@@ -20,7 +20,7 @@ from layoutmap.testing.models.torch.layers import (
     draw_recurrent,
     draw_transposed_convolution,
 )
-from layoutmap.testing.models.values import WIDTHS, find_divisors
+from layoutmap.testing.models.values import WIDTHS, find_common_divisors
 
 DrawnLayer = tuple[str, str, Shape]
 """Expression of a module or parameter, expression that uses it, and output shape.
@@ -66,7 +66,7 @@ _PLACEHOLDERS: dict[str, Callable[[Choices, Shape], Any]] = {
     "axes": lambda choices, s: tuple(range(len(s))),
     "z": lambda choices, s: choices.pick_weighted(WIDTHS),
     "k": lambda choices, s: choices.pick(*(n for n in (2, 4, 1, 8, 3, 7) if s[-1] % n == 0)),
-    "g": lambda choices, s: choices.pick(*find_divisors(s[0])),
+    "g": lambda choices, s: choices.pick(*find_common_divisors(s[0])),
     "a": lambda choices, s: choices.pick(*range(1, len(s) + 1)),
     "i": lambda choices, s: str([choices.draw_below(s[0]) for _ in range(choices.pick(4, 3))]),
     "c": lambda choices, s: f"torch.ones({s[0]}, {s[0]}, dtype=torch.bool, device={{x}}.device).triu(1)",

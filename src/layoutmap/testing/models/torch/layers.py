@@ -10,7 +10,7 @@ from typing import Any
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
-from layoutmap.testing.models.values import WIDTHS, find_divisors
+from layoutmap.testing.models.values import WIDTHS, find_common_divisors
 
 CALL = "{m}({x})"
 
@@ -24,7 +24,7 @@ def draw_convolution(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
     """Draw a convolution with random size, stride, dilation, padding, and groups."""
     channels, *space = shape
     filters, ones = choices.pick_weighted(WIDTHS), (1,) * len(space)
-    groups = choices.pick(*find_divisors(channels, filters)) if choices.is_one_in(2) else 1
+    groups = choices.pick(*find_common_divisors(channels, filters)) if choices.is_one_in(2) else 1
     steps = tuple(choices.pick_weighted({1: 3, 2: 2}) for _ in space)
     strides, dilation = (ones, steps) if choices.is_one_in(3) else (steps, ones)
     padding = choices.pick(0, "same", 1) if strides == ones else choices.pick(0, 1)
@@ -54,7 +54,7 @@ def draw_transposed_convolution(choices: Choices, shape: Shape) -> tuple[str, st
     """Draw a transposed convolution that doubles the size of each spatial axis."""
     channels, *space = shape
     filters = choices.pick_weighted(WIDTHS)
-    groups = choices.pick(*find_divisors(channels, filters)) if choices.is_one_in(3) else 1
+    groups = choices.pick(*find_common_divisors(channels, filters)) if choices.is_one_in(3) else 1
     size = choices.pick("2", "4, padding=1", "3, padding=1, output_padding=1")
     options = write_keyword_arguments(stride=2, groups=groups if groups > 1 else None)
     module = f"nn.ConvTranspose{len(space)}d({channels}, {filters}, {size}{options})"

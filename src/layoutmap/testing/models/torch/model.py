@@ -11,7 +11,11 @@ from typing import ClassVar
 
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.torch.modules import SOURCES
-from layoutmap.testing.models.values import ModelValue, write_batch, write_losses
+from layoutmap.testing.models.values import (
+    ModelValue,
+    make_losses_code,
+    make_whole_batch_code,
+)
 
 _INDENT = "    "
 _IN_BFLOAT16 = """
@@ -202,7 +206,7 @@ from layoutmap.adapters.torch import train_with
         "partial(torch.optim.Adagrad, lr=0.01)": 1,
         "partial(torch.optim.NAdam, lr=0.001, decoupled_weight_decay=True, weight_decay=0.01)": 1,
     }
-    precisions: ClassVar[Mapping[str, str]] = {
+    precision_lines: ClassVar[Mapping[str, str]] = {
         "bfloat16": _IN_BFLOAT16.replace("CHANGED", f"model.bfloat16().register_forward_pre_hook({_CAST})"),
         "mixed_bfloat16": _IN_BFLOAT16.replace("CHANGED", "model.forward = autocast(model.forward)"),
     }
@@ -220,14 +224,14 @@ from layoutmap.adapters.torch import train_with
     num_passes: int = 1  # number of backward passes that accumulate gradients before a step
 
     @cached_property
-    def kinds(self) -> tuple[str, ...]:
+    def layer_kinds(self) -> tuple[str, ...]:
         """The kinds of all its parts, in order."""
         return tuple(
             kind for module_class in self.classes for part in module_class.parts for kind in part.kinds
         )
 
     @property
-    def layer_outputs(self) -> Mapping[str, Shape]:
+    def layer_output_shapes(self) -> Mapping[str, Shape]:
         """Output shapes of modules that are called once and with one value, by path."""
         net = self.classes[-1]
         num_uses = Counter(re.findall(r"\{(l\d+)\}", str([part.lines for part in net.parts])))
@@ -237,16 +241,17 @@ from layoutmap.adapters.torch import train_with
             return {f"{prefix}{net.parts.index(part)}": part.shape for part in parts}
         return {f"{prefix}{net.get_module_path(part.name)}": part.shape for part in parts}
 
-    def write_data(self, rows: int) -> str:
+    def make_batch_code(self, rows: int) -> str:
         """Return the expression that draws a batch from `rng`."""
         if not self.returns_loss:
-            return write_batch(self.inputs, self.outputs, rows)
+            return make_whole_batch_code(self.inputs, self.outputs, rows)
         inputs, targets = (
-            ", ".join(value.write_data(rows) for value in values) for values in (self.inputs, self.outputs)
+            ", ".join(value.make_batch_code(rows) for value in values)
+            for values in (self.inputs, self.outputs)
         )
         return f"with_targets([{inputs}], [{targets}])"
 
-    def write_source(self, optimizer: str) -> str:
+    def make_code(self, optimizer: str) -> str:
         """Return the program of `make_model`, which returns the model with its loss and optimizer."""
         text = " ".join(part.module for module_class in self.classes for part in module_class.parts)
         custom = "".join(source for name, source in SOURCES.items() if f"{name}(" in text)
@@ -271,7 +276,7 @@ from layoutmap.adapters.torch import train_with
         return "\n".join(
             [
                 f"{custom}{classes}def loss(outputs, targets):",
-                f"{_INDENT}return {write_losses(self.outputs, 'o')}",
+                f"{_INDENT}return {make_losses_code(self.outputs, 'o')}",
                 f"\n{with_loss}{_HOOKS * bool(self.hooks)}",
                 "def make_model():",
                 *(_INDENT + line for line in [*model, result]),
