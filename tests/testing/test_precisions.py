@@ -207,7 +207,7 @@ def test_what_is_not_tried():
             list(compare_training_in_precision("TF32", Trial(models.draw(seed, library))))
         said[str(caught.value)] += 1
 
-    assert {"this case is tried in a different precision", "these devices do not support TF32"} == said.keys()
+    assert {"this case is tried in a different precision", "the devices do not support TF32"} == said.keys()
 
 
 def test_a_program_says_its_precision():

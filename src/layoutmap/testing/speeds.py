@@ -50,7 +50,7 @@ def import_speed_module(engine: str) -> Any:
             f"the speed of {engine}'s devices cannot be measured",
             facts={"measured": ", ".join(_SPEEDS)},
             why=f"the compiler of {engine} chooses transfers between devices, and no call runs a certain collective",
-            fix="measure the same devices with another framework",
+            fix=f"measure the same devices with {' or '.join(_SPEEDS)}",
         )
     return importlib.import_module(_SPEEDS[engine])
 

@@ -57,7 +57,7 @@ class EngineCases(OldMethodNames):
         raise NotImplementedError
 
     def get_device_values(self, array: Any) -> Mapping[str, NumpyArray]:
-        """Return the shard of an array on each device of this process, by device name."""
+        """Return a dict from the name of each device of this process to the device's shard of an array."""
         raise NotImplementedError
 
     def make_random_initializer(self, shape: tuple[int, ...], dtype: str, seed: int) -> Initializer:

@@ -82,7 +82,7 @@ class ShardLaws(EngineCases):
     @draw_half_as_many_examples
     @given(data=st.data())
     def test_a_mover_keeps_every_bit(self, data: st.DataObject):
-        """A mover copies an array to the layout of another array, keeps all bits, and changes neither array."""
+        """`make_array_mover` copies an array to the layout of another, keeps all bits, and changes neither array."""
         if self.engine.make_array_mover is None:
             return
         _, (first, second), shape, dtype = data.draw(self._make_case_strategy(num_layouts=2))
@@ -96,7 +96,7 @@ class ShardLaws(EngineCases):
         assert_same_bits(zeros, self.assemble_array(like, shape, dtype))
 
     def test_a_mover_moves_between_meshes(self):
-        """The function of `make_array_mover` keeps all bits between meshes with different shapes and devices."""
+        """`make_array_mover` keeps all bits between meshes with different shapes and devices."""
         if self.engine.make_array_mover is None:
             return
         values = generate_values((8, 16), "float32", seed=6)

@@ -189,7 +189,7 @@ def check_last_name_rule_is_unused(trial: Trial) -> Iterator[str]:
     paths = _list_variable_paths(trial)
     unmatched = sorted(name for name in names if not any(path.startswith(name) for path in paths))
     if not unmatched:
-        raise NotApplicable("a path starts with each name that could be tried")
+        raise NotApplicable("each last name of a path also starts a path, so a rule for it matches")
     pattern = f"{re.escape(trial.choices.pick(*unmatched))}$"
     plan = trial.case.plan(LayoutMap(trial.case.map.mesh, {pattern: ()}, rest="replicated"))
     if ("unused rule", pattern) not in {(problem.kind, problem.subject) for problem in plan.problems}:

@@ -147,7 +147,7 @@ def compare_training_in_precision(precision: str, trial: Trial) -> Iterator[str]
         if precision == "TF32":
             tf32 = allow_tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
             if trial.case.devices.simulated or not stack.enter_context(tf32):
-                raise NotApplicable("these devices do not support TF32")
+                raise NotApplicable("the devices do not support TF32")
         try:
             if other.plan.errors:
                 raise NotApplicable(f"the plan in this precision has an error: {other.plan.errors[0]}")

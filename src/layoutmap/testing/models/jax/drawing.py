@@ -114,7 +114,7 @@ class JaxBuilder(ModelBuilder):
     def _append_layer(
         self, kind: str, wrapper: str, code: LayerCode, value: str, *, number: int = 0, axis: int = 0
     ) -> str:
-        """Add a layer, or a stack of `number` layers if that is not 0. Return the variable of the result."""
+        """Add a layer, or a stack of layers if `number` is not 0. Return the variable of the result."""
         call, parameters, shape = code
         accesses = self._add_parameters(parameters, number)
         if wrapper:

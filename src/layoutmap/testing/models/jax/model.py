@@ -81,7 +81,7 @@ class Container:
         return accesses
 
     def iterate_class_code(self) -> Iterator[str]:
-        """Yield the source of the classes of this container and of nested ones."""
+        """Yield the code that defines the classes of this container and of nested ones, if they need any."""
         if self.kind in _CLASSES:
             yield _CLASSES[self.kind].format(name=self.name, keys=[key for key, _ in self.items])
         for _, item in self.items:
