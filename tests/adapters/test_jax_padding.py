@@ -263,3 +263,12 @@ def test_rows_that_do_not_divide_are_shared_by_the_devices():
         np.testing.assert_allclose(value, np.asarray(params[name]), rtol=1e-5, atol=1e-6, err_msg=name)
     assert {((5, 5), jax.P("data"))} <= {*shapes}
     assert 3 == sharded.num_programs
+
+
+def test_values_are_read_under_another_mesh_with_explicit_axes():
+    """A mesh of `jax.set_mesh` does not matter for reads."""
+    params = make_map().build(make_model)
+    with jax.set_mesh(jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)):
+        read = {name: np.asarray(jnp.asarray(array)) for name, array in params.items()}
+    for name, array in make_model().items():
+        np.testing.assert_array_equal(array, read[name])

@@ -31,6 +31,7 @@ from layoutmap.core.blocks import (
 )
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
+from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.trees import find_memory_kind, move_to_memory
 from layoutmap.engines.protocol import Array
 
@@ -93,7 +94,9 @@ class PaddedArray:
             return unpad_array(self.array, self.shape)
         pairs = zip(self.shape, self.array.shape, _list_axis_specs(self.sharding, self.ndim), strict=True)
         spec = PartitionSpec(*(each if size == padded else None for size, padded, each in pairs))
-        return _gather_without_padding(self.array, self.shape, NamedSharding(self.sharding.mesh, spec))
+        sharding = NamedSharding(self.sharding.mesh, spec)
+        with use_mesh(sharding.mesh):  # JAX refuses a slice if the mesh that the user has set has other axis types
+            return _gather_without_padding(self.array, self.shape, sharding)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:
         values = np.empty(self.shape, self.dtype)
