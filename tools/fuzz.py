@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes, as Ctrl-C does
     with (asked.results / "fuzz.jsonl").open("w", encoding="utf-8") as lines:
         try:
-            for each in schedule.run():
+            for each in schedule.run_cases():
                 tried.append(each)
                 kept = dataclasses.asdict(each.outcome)
                 lines.write(json.dumps({"subject": each.subject, "seed": each.seed, **kept}) + "\n")

@@ -1,4 +1,4 @@
-"""Source of module classes that a torch program may define."""
+"""Source of module classes and functions that a torch program may define."""
 
 SOURCES = {
     "Attention": """\
@@ -51,5 +51,17 @@ class Experts(nn.Module):
 
 
 """,
+    "checkpoint_itself": """\
+def checkpoint_itself(module, use_reentrant):
+    module.forward = partial(checkpoint, module.forward, use_reentrant=use_reentrant)
+    return module
+
+
+""",
+    "checkpoint_wrapper": """\
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+
+""",
 }
-"""Source of each class, by its name."""
+"""Source of each class or function, by its name."""
