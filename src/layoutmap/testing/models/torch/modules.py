@@ -43,7 +43,9 @@ class Experts(nn.Module):
             return weight.full_tensor()
         if self.method == "redistribute":
             return weight.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        return DTensor.from_local(weight.to_local() * 1.0, mesh, placements)
+        is_uneven = any(size % mesh.size() for size in weight.shape)  # then torch needs the global shape
+        sizes = {"shape": weight.shape, "stride": weight.stride()} if is_uneven else {}
+        return DTensor.from_local(weight.to_local() * 1.0, mesh, placements, **sizes)
 
     def forward(self, x):
         inner = torch.relu(torch.einsum("...d,edf->...ef", x, self.weight(self.up)))
