@@ -223,6 +223,13 @@ FAULTS = (
         "        if placement.mesh == mesh:\n            return Layout.replicated(mesh, rank)\n",
         "nnx",
     ),
+    Fault(
+        "an unsharded head does not count as replicated beside a sharded model",
+        "engines/torch/dtensor_ops/outside.py",
+        "set_replicates_plain_tensors(True)",
+        "set_replicates_plain_tensors(False)",
+        "torch",
+    ),
 )
 
 

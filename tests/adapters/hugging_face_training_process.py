@@ -136,6 +136,10 @@ def train_by_sft_trainer(folder, lora=False, **options):
     return [each[name] for each in trainer.state.log_history for name in names if name in each], model
 
 
+def activation_checkpoints(**options):
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}
+
+
 def make_optimizer(weights, name):
     if name == "sgd":
         return torch.optim.SGD(weights, lr=1e-2)
@@ -226,8 +230,10 @@ CASES = {
     "lightning": lambda folder, _: train_by_lightning(folder),
     "lightning lora": lambda folder, _: train_by_lightning(folder, lambda: add_lora(make_llama())),
     "lightning sgd": lambda folder, _: train_by_lightning(folder, optimizer="sgd"),
-    "adamw": lambda folder, _: train_by_trainer(folder, gradient_checkpointing=True),
-    "sgd": lambda folder, _: train_by_trainer(folder, optim="sgd"),
+    "adamw": lambda folder, _: train_by_trainer(folder, **activation_checkpoints(use_reentrant=False)),
+    "sgd": lambda folder, _: train_by_trainer(
+        folder, optim="sgd", **activation_checkpoints(use_reentrant=True)
+    ),
     "bf16": lambda folder, _: train_by_trainer(folder, bf16=True),
     "lora": lambda folder, _: train_by_trainer(folder, lora=True),
     "lora sgd": lambda folder, _: train_by_trainer(folder, lora=True, optim="sgd"),

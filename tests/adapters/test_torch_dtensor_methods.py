@@ -13,6 +13,7 @@ from dtensor_methods import METHODS, PLACES, SIMULATED, Case
 from engines.several_processes import free_ports
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
 
 import layoutmap as lm
 from layoutmap.core.errors import EngineError
@@ -175,3 +176,37 @@ def test_each_pair_of_a_method_and_a_place_is_drawn():
         seeds = range(SEED, SEED + len(METHODS) * len(places))
         cases = [dtensor_methods.draw(seed, dtensor_methods.MESHES[4], places) for seed in seeds]
         assert set(itertools.product(METHODS, places)) == {(case.method, case.place) for case in cases}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("with_shape", [True, False])
+def test_uneven_shards_need_a_shape(with_shape):
+    """Shards of different sizes make the tensor that its shape and strides describe, and without these an error."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            weight = self.weight
+            if isinstance(weight, DTensor):
+                sizes = {"shape": weight.shape, "stride": weight.stride()} if with_shape else {}
+                shard = weight.to_local() * 2.0
+                weight = DTensor.from_local(shard, weight.device_mesh, weight.placements, **sizes)
+            else:
+                weight = weight * 2.0
+            return F.linear(x, weight, self.bias)
+
+    def make():
+        torch.manual_seed(0)
+        return Scaled(6, 5)
+
+    model = lm.LayoutMap("model=4", {"weight": ("model", None)}, uneven="pad", rest="replicated").build(
+        make, library="torch"
+    )
+    if not with_shape:
+        with pytest.raises(EngineError, match=r"different sizes(.|\n)*fix(.|\n)*shape=tensor\.shape"):
+            model(torch.ones(3, 6))
+        return
+    expected = make()
+    for each in (expected, model):
+        each(torch.ones(3, 6)).square().sum().backward()
+
+    torch.testing.assert_close(model.weight.grad.full_tensor(), expected.weight.grad)

@@ -27,6 +27,7 @@ TRAINED_LONG = ("sgd", "bf16", "lora", "lora sgd", "loop sgd", "module", "resume
 TRAINED_LONG += ("lightning", "lightning sgd", "lightning lora")
 SFT = ("sft", "sft sgd", "sft lora")
 OWN_ROWS = ("own rows", "own rows loop", "own rows sgd")
+LAUNCHED = ("loop", "adamw", "sgd", "own rows loop")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -358,24 +359,20 @@ def test_sft_trainer_in_several_processes(tmp_path, size):
 
 
 @pytest.mark.long
-def test_accelerate_launch_starts_two_processes(tmp_path):
-    """They train as one process does, like those of torchrun."""
-    for size in ("1", "2"):
-        (tmp_path / size).mkdir()
-    assert_well(in_processes(1, ("trained", tmp_path / "1", "", "loop")), "trained")
+@pytest.mark.parametrize("size", [2, 4])
+def test_accelerate_launch(tmp_path, size):
+    """Processes that accelerate starts train as one process does, like those of torchrun."""
+    for each in (1, size):
+        (tmp_path / str(each)).mkdir()
+    assert_well(in_processes(1, ("trained", tmp_path / "1", "", *LAUNCHED)), "trained")
     (port,) = several_processes.free_ports(1)
-    options = [
-        "--multi_gpu",
-        "--num_processes=2",
-        "--num_machines=1",
-        "--mixed_precision=no",
-        "--dynamo_backend=no",
-    ]
+    options = ["--multi_gpu", f"--num_processes={size}", "--num_machines=1"]
+    options += ["--mixed_precision=no", "--dynamo_backend=no"]
     options += [f"--main_process_port={port}", str(WORKER)]
-    work = json.dumps([("trained", str(tmp_path / "2"), "", "loop")])
+    work = json.dumps([("trained", str(tmp_path / str(size)), "", *LAUNCHED)])
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, work]
     assert_well([subprocess.run(command, capture_output=True, text=True, timeout=500)], "trained")
-    assert_trained_as_one_process(tmp_path, 2, ["loop"])
+    assert_trained_as_one_process(tmp_path, size, LAUNCHED)
 
 
 def assert_well(ended, work):

@@ -365,6 +365,28 @@ def test_any_element_type_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
     assert (values(model), slots(model, optimizer)) == (values(other), slots(other, fresh))
 
 
+def test_an_optimizer_of_a_sharded_model_and_an_unsharded_head(tmp_path: Path) -> None:
+    """It is saved with a module of both. With the model alone it is refused, and the fix names such a module."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES)
+
+    def make_both(seed: int):
+        torch.manual_seed(seed)
+        body = layout_map.build(Net, batch_dim="batch", library="torch")
+        both = nn.ModuleList([body, nn.Linear(16, 4)])
+        both.scale, both.forward = body.scale, lambda x: both[1](both[0](x).tanh())
+        return both, torch.optim.AdamW(trained(both), lr=0.01, foreach=True)
+
+    both, optimizer = make_both(0)
+    train(both, optimizer, range(2))
+    lm.save(both, tmp_path, optimizer=optimizer)
+    other, fresh = make_both(1)
+    lm.load(other, tmp_path, optimizer=fresh)
+
+    assert (values(both), slots(both, optimizer)) == (values(other), slots(other, fresh))
+    with pytest.raises(CheckpointError, match=r"or a module .*torch\.nn\.ModuleList\(\[model, head\]\)"):
+        lm.save(both[0], tmp_path / "model", optimizer=optimizer)
+
+
 # -- what is refused
 
 

@@ -1,7 +1,9 @@
 """Drawn models of torch are models, each kind and each pair of kinds of parts comes, and what is printed runs."""
 
+import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from testing.drawn_kinds import counted, layouts_not_drawn, pairs_not_drawn
@@ -10,8 +12,12 @@ import layoutmap as lm
 from layoutmap.adapters import get_adapter
 from layoutmap.adapters.torch.training import call_model, compute_loss
 from layoutmap.testing import models
+from layoutmap.testing.models.cases import Case
+from layoutmap.testing.models.maps import DrawnLayoutMap
 from layoutmap.testing.models.torch.drawing import HOOKS
 from layoutmap.testing.models.torch.kinds import KINDS
+from layoutmap.testing.models.torch.model import CHECKPOINT_SIDES, Checkpoint, Class, Model, Part
+from layoutmap.testing.models.values import ModelValue
 
 PROCESSES = ("torch",)
 pytestmark = pytest.mark.filterwarnings("ignore")  # of models that nobody would write
@@ -30,6 +36,42 @@ def test_every_kind_and_every_pair_of_kinds_is_drawn():
     assert {1, 2, 3} == {each.num_passes for each in drawn if each.hooks}
     assert 1000 < sum(bool(each.hooks) for each in drawn) < 1500
     assert 2000 < sum(each.returns_loss for each in drawn) < 3000
+    checkpoints = [
+        {part.checkpoint for own in each.classes for part in own.parts if part.checkpoint} for each in drawn
+    ]
+    sides = itertools.product(CHECKPOINT_SIDES, (False, True))
+    assert {Checkpoint(*each) for each in sides} == set().union(*checkpoints)
+    assert 1000 < sum(map(bool, checkpoints)) < 1600
+
+
+@pytest.mark.parametrize("side", CHECKPOINT_SIDES)
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_drawn_checkpoint_computes_again(side, is_reentrant):
+    """The module is called a second time in the backward pass, and the gradients are those without a checkpoint."""
+    gradients, calls = [], []
+    for checkpoint in (None, Checkpoint(side, is_reentrant)):
+        part = Part(
+            "l0",
+            ("Linear",),
+            "nn.Sequential(nn.Linear(8, 4))",
+            (),
+            ("x1 = {l0}(x0)",),
+            "x1",
+            (4,),
+            checkpoint,
+        )
+        net = Class("Net", "attributes", ("x0",), (part,), ("x1",))
+        output = ModelValue("x1", (4,), loss="F.mse_loss(o, t)")
+        model = Model(False, (ModelValue("x0", (8,)),), (net,), (output,))
+        case = Case(model, DrawnLayoutMap("batch=8", (), (), "error", None), next(iter(Model.optimizers)), 8)
+        torch.manual_seed(0)
+        made = case.make_model()
+        (linear,) = (each for each in made.modules() if isinstance(each, torch.nn.Linear))
+        linear.register_forward_pre_hook(lambda *_, checkpoint=checkpoint: calls.append(checkpoint))
+        gradients.append(get_adapter("torch").gradients(made, case.batch)[1].values())
+
+    assert [None, *[Checkpoint(side, is_reentrant)] * 2] == calls
+    assert [] == [pair for pair in zip(*gradients, strict=True) if not np.array_equal(*pair)]
 
 
 @pytest.mark.long

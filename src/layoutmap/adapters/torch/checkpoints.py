@@ -308,9 +308,10 @@ def _find_optimizer_parameters(
         raise CheckpointError(
             f"{type(optimizer).__name__} is not the optimizer of this model",
             facts={"its parameters": len(optimizer_ids), "of these in the model": len(parameters)},
-            why="optimizer state is stored by parameter paths, and its parameters are not in this "
+            why="optimizer state is stored by parameter paths, and its parameters are not all in this "
             "model: it belongs to another model, or was created before the model was sharded",
-            fix="pass an optimizer that was created with the present model.parameters()",
+            fix="pass an optimizer that was created with the present model.parameters(), or a module that contains "
+            "all of its parameters, such as torch.nn.ModuleList([model, head])",
         )
     return parameters
 

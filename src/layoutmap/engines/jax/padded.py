@@ -95,7 +95,9 @@ class PaddedArray:
         pairs = zip(self.shape, self.array.shape, _list_axis_specs(self.sharding, self.ndim), strict=True)
         spec = PartitionSpec(*(each if size == padded else None for size, padded, each in pairs))
         sharding = NamedSharding(self.sharding.mesh, spec)
-        with use_mesh(sharding.mesh):  # JAX refuses a slice if the mesh that the user has set has other axis types
+        with use_mesh(
+            sharding.mesh
+        ):  # JAX refuses a slice if the mesh that the user has set has other axis types
             return _gather_without_padding(self.array, self.shape, sharding)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:

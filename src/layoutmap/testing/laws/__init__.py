@@ -44,6 +44,7 @@ LAWS: Mapping[str, Law] = {
     "predict and evaluate agree with one device": training.compare_keras_predictions,
     "training agrees with one device": training.compare_training,
     "training with own rows agrees with one device": training.compare_training_with_own_rows,
+    "training with an unsharded head agrees with one device": training.compare_training_with_unsharded_head,
     "training without the compiler agrees with one device": training.compare_training_without_compiler,
     "steps under explicit axes agree with one device": training.compare_training_with_explicit_axes,
     "a built model matches its plan": plans.compare_built_model_with_plan,

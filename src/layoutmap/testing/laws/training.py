@@ -20,6 +20,7 @@ from layoutmap.scope.scope import plan
 from layoutmap.testing.laws.trial import DIVERGES, TOLERANCE, NotApplicable, Trial, flatten_arrays
 from layoutmap.testing.models.cases import QUANTIZED
 from layoutmap.testing.models.jax.model import JaxModel
+from layoutmap.testing.models.torch.model import Head
 from layoutmap.testing.models.torch.model import Model as TorchModel
 from layoutmap.testing.products import allow_tf32
 
@@ -115,6 +116,22 @@ def compare_training_with_own_rows(trial: Trial) -> Iterator[str]:
         drawn_map = replace(drawn_map, rules=rules, activations=activations)
         model = replace(model, returns_loss=True)
     yield from compare_training(Trial(replace(case, model=model, map=drawn_map), has_own_rows=True))
+
+
+def compare_training_with_unsharded_head(trial: Trial) -> Iterator[str]:
+    """Compare torch training of a sharded model and an unsharded head, with one optimizer, with one device.
+
+    The gradients of both are clipped to one norm. One case in four runs.
+    """
+    case, choices = trial.case, trial.choices
+    if not isinstance(case.model, TorchModel):
+        raise NotApplicable("the case is not a torch model")
+    if not choices.is_one_in(4):
+        raise NotApplicable("only one case in four tries this law")
+    head = Head(choices.pick(0.1, 1.0, 10.0), foreach=not choices.is_one_in(3))
+    optimizers = (text for text in case.model.optimizers if "SGD" in text or "AdamW" in text)
+    other = replace(case, model=replace(case.model, head=head), optimizer=choices.pick(*optimizers))
+    yield from compare_training(Trial(other))
 
 
 def compare_training_without_compiler(trial: Trial) -> Iterator[str]:

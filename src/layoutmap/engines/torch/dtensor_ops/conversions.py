@@ -155,6 +155,13 @@ def from_local(
         if run_check or grad_placements is not None:
             return original(local, device_mesh, wanted)
         if shape is None or stride is None:
+            if any(isinstance(size, torch.SymInt) for size in (*local.shape, *local.stride())):
+                raise EngineError(
+                    "DTensor.from_local got shards of different sizes, and no shape",
+                    facts={"shard": str(tuple(local.shape)), "placements": str(wanted)},
+                    why="without a shape, torch takes all shards for equal, and here an axis does not divide",
+                    fix="pass DTensor.from_local(..., shape=tensor.shape, stride=tensor.stride())",
+                )
             spec = make_spec_from_shard(device_mesh, wanted, local.shape, local.stride(), local.dtype)
         else:
             spec = replace_placements(

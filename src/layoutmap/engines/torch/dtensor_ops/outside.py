@@ -227,7 +227,9 @@ def _register_hook(original: Function, tensor: DTensor, hook: Function) -> objec
     """Replace `tensor.register_hook(hook)`: refuse a hook that returns a shard as the gradient."""
 
     @functools.wraps(hook)
-    def call_and_check_hook(gradient: torch.Tensor) -> object:
+    def call_and_check_hook(gradient: torch.Tensor | None) -> object:
+        if gradient is None:  # weights are gathered together, and the pass reaches others of them only
+            return None
         result = hook(gradient)
         check_value_is_not_shard("a gradient from a hook", result)
         return result

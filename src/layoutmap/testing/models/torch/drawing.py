@@ -12,7 +12,7 @@ from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.torch.kinds import KINDS, DrawnLayer, draw_layer_of_kind
 from layoutmap.testing.models.torch.layers import CALL, draw_attention
-from layoutmap.testing.models.torch.model import Class, Model, Part
+from layoutmap.testing.models.torch.model import CHECKPOINT_SIDES, Checkpoint, Class, Model, Part
 from layoutmap.testing.models.values import WIDTHS, ModelValue
 
 _INPUTS = {"vector": 3, "sequence": 7, "image": 6, "volume": 2, "tokens": 5, "bag": 2}
@@ -70,15 +70,38 @@ def draw_model(choices: Choices) -> Model:
     net = Class("Net", choices.pick_weighted(_STYLES), inputs, tuple(builder.parts), outputs)
     classes, returns_loss = (*builder.blocks, net), choices.is_one_in(2)
     model = Model(is_sequential, tuple(builder.inputs), classes, tuple(builder.outputs), returns_loss)
-    # Hooks have their own choices, seeded by the model's text, so that adding hooks changed the model of no seed. The
-    # seeds must not change, so the text has the names of that time: `made` for `module`, and `Value` (decisions/0200).
+    # Hooks and checkpoints have their own choices, seeded by the model's text, so that adding them changed the parts of
+    # no seed. The seeds must not change, so the text is that of the time before both (decisions/0200).
     text = repr(model).replace(" module=", " made=").replace("ModelValue(", "Value(")
-    own_choices = Choices.from_seed(zlib.crc32(text.encode()))
-    if not own_choices.is_one_in(3):
+    text = text.replace(", checkpoint=None", "").replace(", head=None", "")
+    model = _draw_hooks(model, Choices.from_seed(zlib.crc32(text.encode())))
+    # With this prefix, the seeds of faults in tests/testing/test_laws.py draw no checkpoints, and so the same models.
+    return _draw_checkpoints(model, Choices.from_seed(zlib.crc32(f"checkpoints{text}".encode())))
+
+
+def _draw_hooks(model: Model, choices: Choices) -> Model:
+    """Return a model, a third of the time with hooks on gradients and several backward passes."""
+    if not choices.is_one_in(3):
         return model
-    hooks = own_choices.sample(HOOKS, own_choices.pick(0, 1, 1, 2))
-    hooked = own_choices.draw_below(2), own_choices.pick(1, 1, 2)
-    return replace(model, hooks=tuple(hooks), hooked=hooked, num_passes=own_choices.pick(2, 1, 3))
+    hooks = choices.sample(HOOKS, choices.pick(0, 1, 1, 2))
+    hooked = choices.draw_below(2), choices.pick(1, 1, 2)
+    return replace(model, hooks=tuple(hooks), hooked=hooked, num_passes=choices.pick(2, 1, 3))
+
+
+def _draw_checkpoints(model: Model, choices: Choices) -> Model:
+    """Return a model, a third of the time with activation checkpoints of both kinds, called by either side."""
+    if model.is_sequential or not choices.is_one_in(3):
+        return model
+
+    def draw_checkpoint(part: Part) -> Part:
+        if not part.can_checkpoint or not choices.is_one_in(2):
+            return part
+        # Tokens have no gradient, and without one a reentrant checkpoint computes no gradients of weights.
+        is_reentrant = choices.pick(True, True, False) and "Embedding" not in part.module
+        return replace(part, checkpoint=Checkpoint(choices.pick(*CHECKPOINT_SIDES), is_reentrant))
+
+    classes = (replace(each, parts=tuple(map(draw_checkpoint, each.parts))) for each in model.classes)
+    return replace(model, classes=tuple(classes))
 
 
 class _TorchBuilder(ModelBuilder):

@@ -59,8 +59,70 @@ def clip(weight):
     nn.utils.clip_grad_norm_(weight, 0.05)
 
 """
+_HEAD = """
+def train_with_head(model, *, loss=None, optimizer, **options):
+    @cache
+    def get_head():  # at its first use, the scope of the model is closed, so the head is unsharded
+        weight = next(model.parameters())
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Linear({width}, 4).to(weight.device, weight.dtype)
+
+    def add_loss_of_head(results, targets):
+        value = get_head()({output}.to(get_head().weight.dtype))
+        return {own_loss} + value.square().mean()
+
+    def make_optimizer(weights):
+        weights = [*weights, *get_head().parameters()]
+
+        def clip_gradients(*_):
+            nn.utils.clip_grad_norm_(weights, {max_norm}, foreach={foreach})
+
+        made = optimizer(weights)
+        made.register_step_pre_hook(clip_gradients)
+        return made
+
+    return train_with(model, loss=add_loss_of_head, optimizer=make_optimizer, **options)
+
+"""
 _CAST = "lambda _, inputs: tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)"
+_MODULE_CALL = re.compile(r"checkpoint\(([{}\w]+), (\w+), use_reentrant=False\)|({l\d+}|\bblock)\((\w+)\)")
+CHECKPOINT_SIDES = "caller", "wrapper", "module"
+"""The callers of `checkpoint`: the caller of the module, torch's `checkpoint_wrapper`, or the module itself."""
 _SGD = "partial(torch.optim.SGD, lr=0.05, momentum=0.9)"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An activation checkpoint of a part's modules."""
+
+    side: str  # one of `CHECKPOINT_SIDES`
+    is_reentrant: bool
+
+    def wrap_module(self, module: str) -> str:
+        """Return the expression of a module that computes its activations again, if the caller does not do that."""
+        if self.side == "caller":
+            return module
+        if self.side == "module":
+            return f"checkpoint_itself({module}, use_reentrant={self.is_reentrant})"
+        implementation = ", CheckpointImpl.REENTRANT" if self.is_reentrant else ""
+        return f"checkpoint_wrapper({module}{implementation})"
+
+    def write_call(self, module: str, value: str) -> str:
+        """Return the expression that calls a module."""
+        # Without an input that requires a gradient, a reentrant checkpoint computes no gradients of weights.
+        value += ".requires_grad_()" if self.is_reentrant else ""
+        if self.side == "caller":
+            return f"checkpoint({module}, {value}, use_reentrant={self.is_reentrant})"
+        return f"{module}({value})"
+
+
+@dataclass(frozen=True)
+class Head:
+    """An unsharded layer on the first output of a sharded model, with one optimizer for both."""
+
+    max_norm: float  # norm to which the gradients of both are clipped together
+    foreach: bool  # whether the norm and the step are computed by operators of lists, as by default on GPUs
 
 
 @dataclass(frozen=True)
@@ -77,6 +139,33 @@ class Part:
     lines: tuple[str, ...]  # lines of `forward`
     value: str  # name of the variable with the result
     shape: Shape  # shape of the result without the batch axis
+    checkpoint: Checkpoint | None = None  # None: the checkpoint in `lines`, if there is one
+
+    @property
+    def source_module(self) -> str:
+        """The expression that creates the module, with its checkpoint."""
+        if self.checkpoint is None:
+            return self.module
+        if "Block()" in self.module:
+            return self.module.replace("Block()", self.checkpoint.wrap_module("Block()"))
+        return self.checkpoint.wrap_module(self.module)
+
+    @property
+    def source_lines(self) -> tuple[str, ...]:
+        """The lines of `forward`, with the checkpoint."""
+        if self.checkpoint is None:
+            return self.lines
+        write_call = self.checkpoint.write_call
+        return tuple(
+            _MODULE_CALL.sub(lambda match: write_call(match[1] or match[3], match[2] or match[4]), line)
+            for line in self.lines
+        )
+
+    @property
+    def can_checkpoint(self) -> bool:
+        """Whether a checkpoint can compute the calls of the module again."""
+        is_called = self.is_single_module_call or self.kinds[0] == "blocks" or "checkpoint" in self.kinds
+        return is_called and self.has_module and "BatchNorm" not in self.module
 
     @property
     def has_module(self) -> bool:
@@ -120,11 +209,13 @@ class Class:
     @property
     def source(self) -> str:
         """The lines that define the class."""
-        members = [f"self.{self.attributes[part.name]} = {part.module}" for part in self.parts if part.module]
+        members = [
+            f"self.{self.attributes[part.name]} = {part.source_module}" for part in self.parts if part.module
+        ]
         if self.style != "attributes":
             members = self._write_containers()
         setup = [line for part in self.parts for line in part.setup]
-        lines = [line for part in self.parts for line in part.lines]
+        lines = [line for part in self.parts for line in part.source_lines]
         return "\n".join(
             [
                 f"class {self.name}(nn.Module):",
@@ -147,7 +238,7 @@ class Class:
             items = [part for part in self.parts if self.attributes[part.name].startswith(f"{name}[")]
             is_list = self.style == "list"
             keys = ["" if is_list else f"{part.name!r}: " for part in items]
-            inner = [f"{_INDENT}{key}{part.module}," for key, part in zip(keys, items, strict=True)]
+            inner = [f"{_INDENT}{key}{part.source_module}," for key, part in zip(keys, items, strict=True)]
             opening, closing = ("List([", "])") if is_list else ("Dict({", "})")
             lines += [f"self.{name} = nn.{kind}{opening}", *inner, closing] if items else []
         buffers = [part for part in self.parts if part.module.startswith("nn.Buffer(")]
@@ -181,7 +272,7 @@ class Model:
 
     library: ClassVar[str] = "torch"
     imports: ClassVar[str] = """\
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -222,6 +313,7 @@ from layoutmap.adapters.torch import train_with
     hooks: tuple[str, ...] = ()  # lines of `make_model` that register hooks on the gradient of a `weight`
     hooked: tuple[int, int] = (0, 1)  # index of the first hooked weight, and the distance to the next
     num_passes: int = 1  # number of backward passes that accumulate gradients before a step
+    head: Head | None = None  # an unsharded layer on the first output; None: there is none
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -253,13 +345,15 @@ from layoutmap.adapters.torch import train_with
 
     def make_code(self, optimizer: str) -> str:
         """Return the program of `make_model`, which returns the model with its loss and optimizer."""
-        text = " ".join(part.module for module_class in self.classes for part in module_class.parts)
+        text = " ".join(part.source_module for module_class in self.classes for part in module_class.parts)
         custom = "".join(source for name, source in SOURCES.items() if f"{name}(" in text)
         *inner, net = self.classes
         classes = "".join(each.source for each in (inner if self.is_sequential else self.classes))
         model = [f"model = {net.name}()"]
         if self.is_sequential:
             model = ["model = nn.Sequential(", *(f"{_INDENT}{part.module}," for part in net.parts), ")"]
+        if self.head and self.head.foreach and "foreach" not in optimizer and "fused" not in optimizer:
+            optimizer = f"{optimizer.removesuffix(')')}, foreach=True)"
         options = f"optimizer={optimizer}" + f", num_passes={self.num_passes}" * (self.num_passes > 1)
         if self.hooks:
             first, step = self.hooked
@@ -268,18 +362,32 @@ from layoutmap.adapters.torch import train_with
                 f"for weight in trained[{first}::{step}]:",
                 *(_INDENT + hook for hook in self.hooks),
             ]
-        result, with_loss = f"return train_with(model, loss=loss, {options})", ""
+        train_with = "train_with_head" if self.head else "train_with"
+        result, with_loss = f"return {train_with}(model, loss=loss, {options})", ""
         if self.returns_loss:
-            result = f"return train_with(WithLoss(model), {options})"
+            result = f"return {train_with}(WithLoss(model), {options})"
             targets = "given[-1]" if len(self.outputs) == 1 else f"given[{-len(self.outputs)}:]"
             with_loss = _WITH_LOSS.format(number=len(self.inputs), targets=targets)
         return "\n".join(
             [
                 f"{custom}{classes}def loss(outputs, targets):",
                 f"{_INDENT}return {make_losses_code(self.outputs, 'o')}",
-                f"\n{with_loss}{_HOOKS * bool(self.hooks)}",
+                f"\n{with_loss}{_HOOKS * bool(self.hooks)}{self._write_head()}",
                 "def make_model():",
                 *(_INDENT + line for line in [*model, result]),
                 "",
             ]
+        )
+
+    def _write_head(self) -> str:
+        """Return the source of `train_with_head`, or an empty text if there is no head."""
+        if self.head is None:
+            return ""
+        output, first = self.outputs[0], "" if len(self.outputs) == 1 else "[0]"
+        return _HEAD.format(
+            width=output.classes or output.shape[-1],
+            own_loss="results[0]" if self.returns_loss else "loss(results, targets)",
+            output=f"results[1]{first}" if self.returns_loss else f"results{first}",
+            max_norm=self.head.max_norm,
+            foreach=self.head.foreach or None,
         )

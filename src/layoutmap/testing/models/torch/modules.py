@@ -1,4 +1,4 @@
-"""Source of module classes that a torch program may define."""
+"""Source of module classes and functions that a torch program may define."""
 
 SOURCES = {
     "Attention": """\
@@ -43,7 +43,9 @@ class Experts(nn.Module):
             return weight.full_tensor()
         if self.method == "redistribute":
             return weight.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        return DTensor.from_local(weight.to_local() * 1.0, mesh, placements)
+        is_uneven = any(size % mesh.size() for size in weight.shape)  # then torch needs the global shape
+        sizes = {"shape": weight.shape, "stride": weight.stride()} if is_uneven else {}
+        return DTensor.from_local(weight.to_local() * 1.0, mesh, placements, **sizes)
 
     def forward(self, x):
         inner = torch.relu(torch.einsum("...d,edf->...ef", x, self.weight(self.up)))
@@ -51,5 +53,17 @@ class Experts(nn.Module):
 
 
 """,
+    "checkpoint_itself": """\
+def checkpoint_itself(module, use_reentrant):
+    module.forward = partial(checkpoint, module.forward, use_reentrant=use_reentrant)
+    return module
+
+
+""",
+    "checkpoint_wrapper": """\
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+
+""",
 }
-"""Source of each class, by its name."""
+"""Source of each class or function, by its name."""
