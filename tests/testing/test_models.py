@@ -27,7 +27,7 @@ DRAWN = """
 import sys
 from layoutmap.testing import models
 for library in {}:
-    models.draw_model(3, library).make_source_code("sgd")
+    models.draw_model(3, library).make_code("sgd")
 print(sorted({{"keras", "jax", "torch"}} & set(sys.modules)))
 """
 

@@ -99,7 +99,7 @@ class Checkpoint:
     side: str  # one of `CHECKPOINT_SIDES`
     is_reentrant: bool
 
-    def wrap_module(self, module: str) -> str:
+    def make_module_code(self, module: str) -> str:
         """Return the expression of a module that computes its activations again, if the caller does not do that."""
         if self.side == "caller":
             return module
@@ -108,7 +108,7 @@ class Checkpoint:
         implementation = ", CheckpointImpl.REENTRANT" if self.is_reentrant else ""
         return f"checkpoint_wrapper({module}{implementation})"
 
-    def write_call(self, module: str, value: str) -> str:
+    def make_call_code(self, module: str, value: str) -> str:
         """Return the expression that calls a module."""
         # Without an input that requires a gradient, a reentrant checkpoint computes no gradients of weights.
         value += ".requires_grad_()" if self.is_reentrant else ""
@@ -147,17 +147,17 @@ class Part:
         if self.checkpoint is None:
             return self.module
         if "Block()" in self.module:
-            return self.module.replace("Block()", self.checkpoint.wrap_module("Block()"))
-        return self.checkpoint.wrap_module(self.module)
+            return self.module.replace("Block()", self.checkpoint.make_module_code("Block()"))
+        return self.checkpoint.make_module_code(self.module)
 
     @property
     def source_lines(self) -> tuple[str, ...]:
         """The lines of `forward`, with the checkpoint."""
         if self.checkpoint is None:
             return self.lines
-        write_call = self.checkpoint.write_call
+        make_call_code = self.checkpoint.make_call_code
         return tuple(
-            _MODULE_CALL.sub(lambda match: write_call(match[1] or match[3], match[2] or match[4]), line)
+            _MODULE_CALL.sub(lambda match: make_call_code(match[1] or match[3], match[2] or match[4]), line)
             for line in self.lines
         )
 
@@ -372,14 +372,14 @@ from layoutmap.adapters.torch import train_with
             [
                 f"{custom}{classes}def loss(outputs, targets):",
                 f"{_INDENT}return {make_losses_code(self.outputs, 'o')}",
-                f"\n{with_loss}{_HOOKS * bool(self.hooks)}{self._write_head()}",
+                f"\n{with_loss}{_HOOKS * bool(self.hooks)}{self._make_head_code()}",
                 "def make_model():",
                 *(_INDENT + line for line in [*model, result]),
                 "",
             ]
         )
 
-    def _write_head(self) -> str:
+    def _make_head_code(self) -> str:
         """Return the source of `train_with_head`, or an empty text if there is no head."""
         if self.head is None:
             return ""
