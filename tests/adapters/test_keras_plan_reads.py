@@ -252,7 +252,7 @@ def test_a_call_with_arrays_names_what_to_do():
 
 def test_a_read_that_is_too_large_is_named(monkeypatch):
     """The weight, the layer that reads it, and what to do instead."""
-    monkeypatch.setattr(session, "_MOST_ZEROS", 71)
+    monkeypatch.setattr(session, "_MAX_ZEROS", 71)
 
     with pytest.raises(lm.PlanError) as caught:
         lm.plan(positions, layout_map())
@@ -264,4 +264,4 @@ def test_a_read_that_is_too_large_is_named(monkeypatch):
 
 def test_nobody_reads():
     """Outside of layers there is no layer to name."""
-    assert ("", False) == (call_stack.describe_running_layer(), call_stack.is_calling_layer())
+    assert ("", False) == (call_stack.format_running_layer(), call_stack.is_calling_layer())

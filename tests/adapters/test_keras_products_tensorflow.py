@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from layoutmap import Layout, Mesh, dtensor
-from layoutmap.adapters.keras.backends.tensorflow_functions import replace_unsupported_functions
+from layoutmap.adapters.keras.backends.tensorflow_functions import replace_unsupported_functions_temporarily
 
 PROCESSES = ("tensorflow",)
 MESH = Mesh(None, "x=2,y=4")
@@ -29,7 +29,7 @@ def product_of(equation, values, layouts):
     expected = [each.numpy() for each in computed(*map(tf.constant, values))]
     placed = [dtensor.relayout(value, layout) for value, layout in zip(values, layouts, strict=True)]
     everywhere = lambda value: dtensor.relayout(value, Layout.replicated(MESH, value.shape.rank))  # noqa: E731
-    with dtensor.run_on(MESH, engine="tensorflow"), replace_unsupported_functions(everywhere):
+    with dtensor.run_on(MESH, engine="tensorflow"), replace_unsupported_functions_temporarily(everywhere):
         try:
             found = tf.function(computed.python_function)(*placed)
         except tf.errors.UnknownError:  # a step of Keras is compiled again then, with more gathered

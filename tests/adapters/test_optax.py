@@ -161,7 +161,7 @@ def test_what_is_refused(layout_map, params):
         ("LayoutError", "params.blocks.0.bias has no layout", True),
         ("MeshError", "params.blocks.0.bias and params.scale are on different meshes", True),
         ("ScopeError", "zero_dim 'data' is not a dim of the mesh", True),
-        *[("ScopeError", "tx is not an optimizer", True)] * 2,
+        *[("ScopeError", "tx= is not an optimizer", True)] * 2,
         ("LayoutError", "activation: this parameter is not an array", True),
         ("ScopeError", "the optimizer's init cannot be traced", True),
         ("MeshError", "the layout map and params.blocks.0.bias are on different meshes", True),

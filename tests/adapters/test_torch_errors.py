@@ -211,7 +211,10 @@ def test_a_transform_of_a_function(name):
         "Sequential: torch.func is applied to a sharded module",
         f"  transform  {name}",
         "  why        its collectives have custom gradients, which torch.func cannot transform",
-        "  fix        call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
+        (
+            "  fix        use torch.autograd.grad or torch.autograd.functional for gradients, and pass the whole batch "
+            "instead of vmap"
+        ),
     ]
 
     torch.testing.assert_close(model(x), plain(x))
@@ -253,7 +256,7 @@ class TestOtherLibraries:
         for run in (lm.plan, lm.build):
             with pytest.raises(lm.ScopeError, match=r"Linear: a torch module .* keras") as caught:
                 run(lambda: nn.Linear(8, 8), make_map())
-            assert 'pass library="torch"' == caught.value.fix
+            assert 'pass library="torch" to the scope, or build the module outside of it' == caught.value.fix
         assert isinstance(nn.Linear(8, 8).weight, nn.Parameter)
 
     def test_a_keras_layer_in_a_scope_for_torch(self):

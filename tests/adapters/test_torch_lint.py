@@ -17,7 +17,7 @@ from transformers_models import FULL, WITH_A_PLAN, WITHOUT
 
 import layoutmap as lm
 from layoutmap.adapters.torch.paths import list_model_tensors
-from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_child
+from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_module_id
 
 LAYERS = {
     "Linear": (lambda: torch.nn.Linear(4, 5), (3, 4)),
@@ -49,7 +49,7 @@ def test_the_size_of_a_head_is_known_for_what_attention_modules_hold():
     """By the names that transformers has for it; an MLP has none."""
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(WITH_A_PLAN["llama"][1]())
-    sizes = find_head_sizes_by_child(model)
+    sizes = find_head_sizes_by_module_id(model)
     found = {f.path: find_axis_use(f, sizes) for f in list_model_tensors(model)}
 
     assert model.config.head_dim == found["layers.0.self_attn.q_proj.weight"].head_size

@@ -177,7 +177,7 @@ def test_a_plain_tensor_that_weights_change(change):
         changed = torch.zeros(128, 64)
         change(changed, whole(weight(model)))
 
-    assert "pass their values: tensor.full_tensor()" == caught.value.fix
+    assert "pass the values of the tensors on the mesh: tensor.full_tensor()" == caught.value.fix
     assert torch.equal(weight(plain), changed)
 
 

@@ -5,7 +5,7 @@ import torch
 from checkpoint_models import assert_equal, make, read_files
 
 import layoutmap as lm
-from layoutmap.adapters.torch.checkpoint_names import _describe_axes_of_view
+from layoutmap.adapters.torch.checkpoint_names import _format_axes_of_view
 from layoutmap.core.errors import CheckpointError
 
 PROCESSES = ("torch",)
@@ -48,8 +48,8 @@ def test_views_are_described_by_their_strides():
         None,
         None,
     )
-    assert expected == tuple(_describe_axes_of_view(view, whole) for view in views)
-    assert _describe_axes_of_view(torch.empty((), device="meta"), torch.empty((), device="meta")) == " -> "
+    assert expected == tuple(_format_axes_of_view(view, whole) for view in views)
+    assert _format_axes_of_view(torch.empty((), device="meta"), torch.empty((), device="meta")) == " -> "
 
 
 def test_a_model_without_a_checkpoint_format_is_refused(tmp_path):

@@ -82,7 +82,7 @@ def test_a_process_writes_several_files_of_about_equal_size(
     found = {key: value for name in names for key, value in load_file(folders[0] / name).items()}
 
     assert {*names, "manifest.json"} == {path.name for path in folders[0].iterdir()}
-    assert max(sizes) - min(sizes) < chunks.MOST_BYTES
+    assert max(sizes) - min(sizes) < chunks.MAX_CHUNK_BYTES
     assert sum(value.nbytes for value in values.values()) == sum(value.nbytes for value in found.values())
     assert all(value.tobytes() == steps[0].read(path).tobytes() for path, value in values.items())
     assert all((folders[0] / name).read_bytes() == (folders[1] / name).read_bytes() for name in names)

@@ -230,7 +230,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "version": ("version: 2\nnames: {}", "this is not a name table of version 1"),
     "YAML": ("version: 1\nnames: {a: [b}", r"(?s)mine.yaml.*line  ?2"),
     "key": ("version: 1\nnames: {}\nrules: {}", r"(?s)'rules' is an unknown key.*line  3"),
-    "names": ("version: 1\n\nnames: [a]", r"(?s)names is not a mapping.*line  3"),
+    "names": ("version: 1\n\nnames: [a]", r"(?s)the key 'names' is not a mapping.*line  3"),
     "own key": (
         "version: 1\nnames:\n  a: b\n  c: {to: d}",
         r"(?s)'c' cannot be read.*line  4.*'to' is an unknown key",
@@ -241,7 +241,7 @@ WRONG: dict[str, tuple[str, str]] = {
         "version: 1\nnames:\n  a: {from: b, axes: (c d -> c d}",
         r"(?s)line  3.*a parenthesis is not closed",
     ),
-    "other axes": ("version: 1\nnames:\n  a: {from: b, axes: c -> d}", r"(?s)line  3.*on one side only"),
+    "other axes": ("version: 1\nnames:\n  a: {from: b, axes: c -> d}", r"(?s)line  3.*on only one side"),
     "no join": ("version: 1\nnames:\n  a: {from: [b, c]}", r"(?s)line  3.*axes, which says how to join them"),
     "two joins": ("version: 1\nnames:\n  a: {from: [b, c], axes: d -> e f d}", r"(?s)line  3.*not 2"),
 }

@@ -100,12 +100,12 @@ def test_sizes_follow_from_shapes_or_are_said_not_to() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a b", "axes lacks the arrow"),
+        ("a b", "axes 'a b' lacks the arrow"),
         ("a (b -> a b", "a parenthesis is not closed"),
         ("a, b -> a b", "',' cannot be parsed"),
         ("2/2 a -> a", "there is no part '2/2'"),
         ("a a -> a", "'a' appears twice"),
-        ("a b -> a c", "is on one side only"),
+        ("a b -> a c", "is on only one side of the arrow"),
     ],
 )
 def test_an_expression_that_cannot_be_read_says_why(text: str, why: str) -> None:

@@ -68,11 +68,11 @@ def taken(tmp_path, monkeypatch):
         return code, out.getvalue(), lm.Plan.from_json((tmp_path / "plan.json").read_text()).verdict
 
     def taken(layout_map, batch, memory, most):
-        monkeypatch.setattr(advise, "MOST_COUNTING_SECONDS", 1e6)
+        monkeypatch.setattr(advise, "MAX_COUNTING_SECONDS", 1e6)
         inputs = ("--inputs", f"float32[{batch},{LENGTH},{WIDTH}]")
         code, out, verdict = run(layout_map, memory, *inputs)
         assert (1, False) == (code, verdict.fits)
-        monkeypatch.setattr(advise, "MOST_COUNTING_SECONDS", 0)
+        monkeypatch.setattr(advise, "MAX_COUNTING_SECONDS", 0)
         for each in verdict.advice[:most]:
             assert (
                 not each.command or each.format_text(1024 * memory, as_command=True).partition("\n")[0] in out

@@ -302,7 +302,7 @@ a layout of rank 0 has no inner axis
         lambda: Layout(["batch"], MESH).num_shards("batch"),
         """\
 a layout of rank 1 has no axis 'batch'
-  why   the axis is of type str, and axes are whole numbers
+  why   the axis is of type str, and axes are integers
   fix   pass the axis's number, from 0""",
     ),
     "an axis to delete that is not there": (

@@ -175,7 +175,7 @@ BAD_MESHES = {
         lambda: Mesh(None, "batch=2,model"),
         (
             "mesh dims 'batch=2,model' cannot be read\n"
-            "  why   'model' is not name=size, with a whole number as the size\n"
+            "  why   'model' is not name=size, with an integer as the size\n"
             f"  fix   {SPELLINGS}"
         ),
     ),
@@ -183,7 +183,7 @@ BAD_MESHES = {
         lambda: Mesh(None, "batch=2.5"),
         (
             "mesh dims 'batch=2.5' cannot be read\n"
-            "  why   'batch=2.5' is not name=size, with a whole number as the size\n"
+            "  why   'batch=2.5' is not name=size, with an integer as the size\n"
             f"  fix   {SPELLINGS}"
         ),
     ),
@@ -191,7 +191,7 @@ BAD_MESHES = {
         lambda: Mesh(None, "batch=2,"),
         (
             "mesh dims 'batch=2,' cannot be read\n"
-            "  why   '' is not name=size, with a whole number as the size\n"
+            "  why   '' is not name=size, with an integer as the size\n"
             f"  fix   {SPELLINGS}"
         ),
     ),
@@ -215,7 +215,7 @@ BAD_MESHES = {
         lambda: Mesh(None, {"x": 2.0}),
         (
             "mesh dim ('x', 2.0) cannot be read\n"
-            "  why   its size is of type float, not a whole number\n"
+            "  why   its size is of type float, not an integer\n"
             f"  fix   {SPELLINGS}"
         ),
     ),
@@ -223,7 +223,7 @@ BAD_MESHES = {
         lambda: Mesh(None, {"x": True}),
         (
             "mesh dim ('x', True) cannot be read\n"
-            "  why   its size is of type bool, not a whole number\n"
+            "  why   its size is of type bool, not an integer\n"
             f"  fix   {SPELLINGS}"
         ),
     ),
@@ -231,7 +231,7 @@ BAD_MESHES = {
         lambda: Mesh(None, [MeshDimension("x", 2.5)]),  # type: ignore[arg-type]
         (
             "mesh dim MeshDimension(name='x', size=2.5) cannot be read\n"
-            "  why   its size is of type float, not a whole number\n"
+            "  why   its size is of type float, not an integer\n"
             f"  fix   {SPELLINGS}"
         ),
     ),

@@ -95,7 +95,7 @@ def test_the_parser_names_the_line_of_wrong_yaml(text, why):
 )
 def test_no_text_is_another_number(text):
     """What YAML 1.1 reads as something else than its decimal digits is text, and no size of a mesh dim."""
-    with pytest.raises(lm.RuleError, match="the size of mesh dim 'x' is not a whole number"):
+    with pytest.raises(lm.RuleError, match="the size of mesh dim 'x' is not an integer"):
         lm.LayoutMap.from_yaml(f"version: 1\nmesh: {{dims: {{x: {text}}}}}")
 
     assert {"x": text} == read_yaml(f"x: {text}")
@@ -104,7 +104,7 @@ def test_no_text_is_another_number(text):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("mesh: {dims: {x: [2]}}", "rules file: the size of mesh dim 'x' is not a whole number"),
+        ("mesh: {dims: {x: [2]}}", "rules file: the size of mesh dim 'x' is not an integer"),
         ("mesh: {dims: {1: 2}}", "rules file: mesh dims has a key 1 that is not text"),
         ("mesh: {dims: {x: 2}, devices: [1]}", "rules file: mesh devices is not a list of texts"),
         ("mesh: {dims: {x: 2}, name: 1}", "rules file: mesh name is not text"),

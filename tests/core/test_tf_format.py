@@ -103,9 +103,9 @@ BAD_MESH_TEXTS = {
     "x=2": "bars split it into 1 fields, and a mesh has 2, 5 or 6",
     "m|x=2|0,1": "bars split it into 3 fields, and a mesh has 2, 5 or 6",
     "m|x|0,1|0,1|CPU:0,CPU:1": "'x' is not name=size",
-    "m|x=two": "'two' is not a whole number",
-    "m|x= 2": "' 2' is not a whole number",
-    "m|x=2|0,one|0,1|CPU:0,CPU:1": "'one' is not a whole number",
+    "m|x=two": "'two' is not an integer",
+    "m|x= 2": "' 2' is not an integer",
+    "m|x=2|0,one|0,1|CPU:0,CPU:1": "'one' is not an integer",
 }
 
 

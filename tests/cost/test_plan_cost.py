@@ -16,7 +16,7 @@ from layoutmap.adapters.jax import train_with
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning
 from layoutmap.cost.jax.memory import estimate_memory_upper_bound
 from layoutmap.cost.machines import machine_named
-from layoutmap.cost.model_steps import load_step_counter
+from layoutmap.cost.model_steps import load_step_cost_counter
 
 RULES = {"up.kernel": ("data", "model"), "down.kernel": ("model", "data")}
 INPUTS = keras.Input(batch_shape=(512, 256))
@@ -238,7 +238,7 @@ def test_a_plan_with_errors_has_no_cost():
 def test_a_step_on_tensorflow_is_refused_with_advice():
     """The same rules can be planned on JAX."""
     with pytest.raises(LayoutMapError) as caught:
-        load_step_counter("tensorflow")
+        load_step_cost_counter("tensorflow")
     assert "the cost of a step cannot be computed on tensorflow" == caught.value.what
     assert "plan the same rules with the model on JAX" in caught.value.fix
 

@@ -13,7 +13,7 @@ from layoutmap.adapters.jax import train_with
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.variables import Assignment
-from layoutmap.cost.jax.lowered import StepCounter
+from layoutmap.cost.jax.lowered import StepCostCounter
 from layoutmap.cost.table import FUSED_ATTENTION, SCORED_ATTENTION
 
 BATCH, LENGTH, WIDTH, HEADS, DEPTH = 8, 128, 64, 4, 2
@@ -80,7 +80,7 @@ def counted(make, library, **options):
     layout_map = lm.LayoutMap(MESH, rest="replicated")
     step = lm.lower_step(make, layout_map, inputs=X, library=library).step
     assignments = [Assignment(v, Layout.replicated(MESH, len(v.shape))) for v in step.variables]
-    return StepCounter(step, **options).compute_cost(
+    return StepCostCounter(step, **options).compute_cost(
         assignments, LayoutPolicy(MESH, "data"), with_peak_tensors=True
     )
 

@@ -118,7 +118,7 @@ def test_a_variable_is_made_while_tensorflow_traces():
     def step(x):
         made.append(lm.DVariable(lambda: tf.constant(VALUES), layout=X_Y))
         made.append(lm.DVariable(VALUES, layout=X_Y))
-        with pytest.raises(EngineError, match="not computed yet"):
+        with pytest.raises(EngineError, match="has no values yet"):
             lm.DVariable(x, layout=X_Y)
         return x
 

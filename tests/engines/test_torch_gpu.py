@@ -33,7 +33,7 @@ PEAK = """
 import torch
 from layoutmap.testing import torch_speeds as speeds
 
-kind = speeds.describe_devices()["kind"]
+kind = speeds.make_device_facts()["kind"]
 torch.empty(2**26, device="cuda" if kind != "CPU" else "cpu")
 peak = speeds.make_peak_bytes_reader()
 torch.empty(2**24, device="cuda" if kind != "CPU" else "cpu")

@@ -9,7 +9,7 @@ import pytest
 
 from layoutmap.core.errors import EngineError, MeshError
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.checks import check_simulated_devices
+from layoutmap.engines.checks import check_devices_are_simulated
 from layoutmap.scope.devices import choose_engine_name, create_mesh, list_device_names, simulate_devices
 
 PROCESSES = ("jax",)
@@ -159,7 +159,7 @@ def test_devices_that_are_there_already_are_simulated_ones_of_that_number(there,
     """As many devices of the CPU, whichever their numbers; accelerators are no simulation."""
     refused = nullcontext() if is_well else pytest.raises(EngineError, match="2 devices cannot be simulated")
     with refused:
-        check_simulated_devices("JAX", 2, there)
+        check_devices_are_simulated("JAX", 2, there)
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, None, "8"])

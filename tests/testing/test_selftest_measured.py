@@ -10,7 +10,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import load_built_in_devices, machine_named, parse_devices, resolve_machine
 from layoutmap.testing.laws import Outcome
-from layoutmap.testing.products import describe_product_precision
+from layoutmap.testing.products import format_product_precision
 from layoutmap.testing.schedule import LawResult
 from layoutmap.testing.selftest.speeds import MeasuredSpeeds
 from layoutmap.testing.speeds import MEASURED_COLLECTIVES
@@ -126,4 +126,4 @@ def rounded(values, bits):
 @pytest.mark.parametrize(("bits", "said"), [(23, "in float32"), (10, "in TF32"), (7, "in TF32 or bfloat16")])
 def test_products_in_fewer_bits_are_noticed(bits, said):
     """The report says whether products of float32 are computed in float32, by comparing one with the exact one."""
-    assert describe_product_precision(lambda a, b: rounded(a, bits) @ rounded(b, bits)).startswith(said)
+    assert format_product_precision(lambda a, b: rounded(a, bits) @ rounded(b, bits)).startswith(said)

@@ -19,8 +19,8 @@ def read_state(data: object) -> Any:
         if callable(method := getattr(data, name, None)):
             return method()
     raise CheckpointError(
-        f"data {describe_type(data)} has no state to save",
-        why="save calls state_dict() or get_state() of the object",
+        f"data= {describe_type(data)} has no state to save",
+        why="it has neither state_dict() nor get_state(), one of which save calls",
         fix="pass an object with one of these methods, or a mapping of several, or store your own state as metadata",
     )
 
@@ -58,7 +58,7 @@ def find_restore_method(data: object) -> Any:
         if callable(method := getattr(data, name, None)):
             return method
     raise CheckpointError(
-        f"data {describe_type(data)} cannot restore a state",
-        why="load calls load_state_dict() or set_state() of the object",
+        f"data= {describe_type(data)} cannot restore a state",
+        why="it has neither load_state_dict() nor set_state(), one of which load calls",
         fix="pass the same type of object that was saved",
     )

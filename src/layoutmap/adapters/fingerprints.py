@@ -31,7 +31,7 @@ def hash_lowered_step(step_name: str, lowered_step: Any) -> NamedText:
     return f"the lowered {step_name}", f"hash {digest[:16]}"
 
 
-def describe_function(function: Any) -> str:
+def format_function_fingerprint(function: Any) -> str:
     """Return the qualified name of a function and, if available, a hash of its source."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -43,10 +43,10 @@ def describe_function(function: Any) -> str:
         return name
 
 
-def describe_value(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Return a setting as text: a simple value as its repr, a function by its source, and others by their type."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(describe_value, value))}]"
-    return describe_function(value) if inspect.isroutine(value) else type(value).__qualname__
+        return f"[{', '.join(map(format_setting, value))}]"
+    return format_function_fingerprint(value) if inspect.isroutine(value) else type(value).__qualname__

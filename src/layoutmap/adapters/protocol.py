@@ -205,7 +205,7 @@ class ModelAdapter(Protocol):
         ...
 
     def make_session(self, context: ScopeContext) -> Session:
-        """Return a session for one scope."""
+        """Return a session, which builds or shards the models of one scope."""
         ...
 
     def preserve_random_states(self) -> AbstractContextManager[None]:

@@ -50,7 +50,7 @@ def parse_axes_expression(text: str) -> tuple[ArrayAxes, ArrayAxes]:
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise ValueError("axes lacks the arrow between its two sides, as in: out in -> in out")
+        raise ValueError(f"axes {text!r} lacks the arrow between its two sides, as in 'out in -> in out'")
     return _parse_array_axes(left), _parse_array_axes(right)
 
 
@@ -63,9 +63,9 @@ def check_same_axis_names(left: ArrayAxes, right: ArrayAxes) -> None:
     names = [[atom for axis in side for atom in axis if isinstance(atom, str)] for side in (left, right)]
     for found in names:
         if again := next((name for name in found if found.count(name) > 1), None):
-            raise ValueError(f"the axis name {again!r} appears twice on one side")
+            raise ValueError(f"the axis name {again!r} appears twice on one side of the arrow")
     if one := next(iter({*names[0]} ^ {*names[1]}), None):
-        raise ValueError(f"the axis name {one!r} is on one side only")
+        raise ValueError(f"the axis name {one!r} is on only one side of the arrow")
 
 
 def solve_axis_sizes(axes_and_shapes: Sequence[tuple[ArrayAxes, Sequence[int]]]) -> dict[str, int] | None:
@@ -309,7 +309,9 @@ def _parse_array_axes(text: str) -> ArrayAxes:
             if "/" in token:
                 index, count = map(int, token.split("/"))
                 if index >= count:
-                    raise ValueError(f"there is no part {token!r}: use 0/{count} to {count - 1}/{count}")
+                    raise ValueError(
+                        f"there is no part {token!r} of an axis: use 0/{count} to {count - 1}/{count}"
+                    )
                 atom = AxisPart(index, count)
             if group is None:
                 found.append((atom,))

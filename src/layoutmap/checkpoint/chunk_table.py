@@ -166,7 +166,7 @@ def build_chunk_tables(
 
 
 def _round_up_itemsize(variable: SavedVariable) -> int:
-    """Return the bytes of an element of a variable, rounded up to a whole number for types such as int4."""
+    """Return the bytes of an element of a variable, rounded up to an integer for types such as int4."""
     return math.ceil(get_itemsize(variable.dtype))
 
 
@@ -187,7 +187,7 @@ def _convert_rows_to_columns(rows: Sequence[Any], rank: int) -> ChunkColumns:
 
 
 def _convert_to_int64_array(values: Sequence[Any], shape: tuple[int, ...]) -> NumpyArray:
-    """Convert whole numbers in nested lists to an int64 array. Raise a `ValueError` for other values or shapes."""
+    """Convert integers in nested lists to an int64 array. Raise a `ValueError` for other values or shapes."""
     found = np.array(values)
     # For text, fractions, or numbers over 64 bits in a damaged file, numpy chooses a different dtype, so check it.
     if found.size and (found.dtype != np.int64 or found.shape != shape):

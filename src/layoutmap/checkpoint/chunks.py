@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from layoutmap.core.blocks import Index, compute_block_shape
 
-LEAST_BYTES = 1 << 16
-MOST_BYTES = 1 << 23
+MIN_CHUNK_BYTES = 1 << 16
+MAX_CHUNK_BYTES = 1 << 23
 # Chunks of large checkpoints have at least this size, because smaller ones take longer in Python than on the disk.
 _LARGE_MIN_BYTES = 1 << 20
 _LARGE_NUM_CHUNKS = 512  # a checkpoint is large if it would have more chunks of the minimum size than this
@@ -31,8 +31,8 @@ def choose_max_chunk_bytes(variable_bytes: int, total_bytes: int) -> int:
         total_bytes: Size of all variables of the checkpoint.
     """
     least = min(_LARGE_MIN_BYTES, total_bytes // _LARGE_NUM_CHUNKS)
-    least = max(LEAST_BYTES, least, math.ceil(total_bytes / _MAX_CHUNKS))
-    return max(least, min(MOST_BYTES, variable_bytes // _MAX_VARIABLE_CHUNKS))
+    least = max(MIN_CHUNK_BYTES, least, math.ceil(total_bytes / _MAX_CHUNKS))
+    return max(least, min(MAX_CHUNK_BYTES, variable_bytes // _MAX_VARIABLE_CHUNKS))
 
 
 def choose_chunk_shape(

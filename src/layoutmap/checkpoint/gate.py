@@ -11,8 +11,8 @@ from pathlib import PurePosixPath
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
 # Limit in bytes for a file that is read as a whole: metadata, index, or manifest (of 500,000 chunks: 50 MB).
-MOST_SMALL_BYTES = 1 << 28
-_LEAST_SPARSE_BYTES = 1 << 30
+MAX_SMALL_FILE_BYTES = 1 << 28
+_MIN_SPARSE_FILE_BYTES = 1 << 30
 FIX = "restore it from a copy, or save it again"
 """The default advice for a damaged file."""
 
@@ -46,7 +46,7 @@ def check_regular_file(path: str, file_stat: os.stat_result) -> None:
         raise CheckpointError(
             f"{path}: it is not a regular file", why="only regular files hold values", fix=FIX
         )
-    if file_stat.st_size > _LEAST_SPARSE_BYTES and file_stat.st_blocks * 512 < file_stat.st_size >> 8:
+    if file_stat.st_size > _MIN_SPARSE_FILE_BYTES and file_stat.st_blocks * 512 < file_stat.st_size >> 8:
         raise CheckpointError(
             f"{path}: the file is sparse",
             facts={"bytes": f"{file_stat.st_size:,}", "on the disk": f"{file_stat.st_blocks * 512:,}"},
@@ -55,7 +55,7 @@ def check_regular_file(path: str, file_stat: os.stat_result) -> None:
         )
 
 
-def check_size_limit(path: str, num_bytes: int, max_bytes: int = MOST_SMALL_BYTES) -> None:
+def check_size_limit(path: str, num_bytes: int, max_bytes: int = MAX_SMALL_FILE_BYTES) -> None:
     """Raise if a file that is read as a whole has more than `max_bytes` bytes."""
     if num_bytes > max_bytes:
         raise CheckpointError(

@@ -25,7 +25,7 @@ import msgspec
 from layoutmap.checkpoint.foreign.ranges import ByteFile
 from layoutmap.checkpoint.storage import FileMaker, LocalStorage, make_random_token
 from layoutmap.checkpoint.stream_records import (
-    MOST_DATA_BYTES,
+    MAX_DATA_BYTES,
     BeginRecord,
     EndRecord,
     RecordKind,
@@ -40,7 +40,7 @@ from layoutmap.checkpoint.stream_records import (
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import open_hidden_folder, remove_folder
 
-_MOST_HEADERS_BYTES = 1 << 28  # limit for the headers of all files of a stream together
+_MAX_HEADERS_BYTES = 1 << 28  # limit for the headers of all files of a stream together
 _FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _POLL_SECONDS = 0.02
 
@@ -79,7 +79,7 @@ class PipeLink:
                 self._write_all_bytes(data, stop_at_answer=True)
             number += 1
 
-        with self._make_writes_nonblocking():
+        with self._make_writes_nonblocking_temporarily():
             send_record(RecordKind.BEGIN, msgspec.json.encode(begin))
             try:
                 yield _RecordSender(send_record), ""
@@ -113,7 +113,7 @@ class PipeLink:
                 why="all weights are stored before the model changes",
                 fix="pass a folder with more space as spool=",
             )
-        remaining, number, kinds = begin.sent_bytes + _MOST_HEADERS_BYTES, 1, [RecordKind.FILE]
+        remaining, number, kinds = begin.sent_bytes + _MAX_HEADERS_BYTES, 1, [RecordKind.FILE]
         with contextlib.ExitStack() as stack:
             file: Any = None
             while (record := read_record(self._read_bytes, number, kinds, self._where))[0] != RecordKind.END:
@@ -138,7 +138,7 @@ class PipeLink:
     def send_answer(self, error: str = "") -> None:
         """Tell the sender that the weights were received, or with `error` why they were not."""
         payload = encode_answer(self._token, error)
-        with self._make_writes_nonblocking():
+        with self._make_writes_nonblocking_temporarily():
             self._write_all_bytes(
                 encode_record_header(RecordKind.ANSWER, 0, payload) + payload, stop_at_answer=False
             )
@@ -152,7 +152,7 @@ class PipeLink:
         while len(data) < size:
             self._wait_for_events({self._reader: select.POLLIN})
             with self._translate_os_errors():
-                found = os.read(self._reader, min(size - len(data), MOST_DATA_BYTES))
+                found = os.read(self._reader, min(size - len(data), MAX_DATA_BYTES))
                 if not found:
                     raise BrokenPipeError(0, "end of the stream")
                 data += found
@@ -182,7 +182,7 @@ class PipeLink:
         raise _make_timeout_error(self._where, self._timeout)
 
     @contextlib.contextmanager
-    def _make_writes_nonblocking(self) -> Generator[None]:
+    def _make_writes_nonblocking_temporarily(self) -> Generator[None]:
         """Make writes non-blocking until the block ends, so that `_wait_for_events` notices a hanging receiver."""
         before = os.get_blocking(self._writer)
         os.set_blocking(self._writer, False)
@@ -329,8 +329,8 @@ class _RecordSender(FileMaker):
 
     def write(self, data: memoryview | bytes, /) -> None:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), MOST_DATA_BYTES):
-            self._send(RecordKind.DATA, view[start : start + MOST_DATA_BYTES])
+        for start in range(0, len(view), MAX_DATA_BYTES):
+            self._send(RecordKind.DATA, view[start : start + MAX_DATA_BYTES])
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -370,8 +370,8 @@ def open_link(connection: object, timeout_seconds: float) -> StreamLink:
 def _compute_size_and_checksum(path: Path) -> tuple[int, int]:
     """Return a pair: the size of a file in bytes, and its CRC-32."""
     file, checksum = ByteFile(path), 0
-    for start in range(0, file.num_bytes, MOST_DATA_BYTES):
-        checksum = zlib.crc32(file.read(start, min(MOST_DATA_BYTES, file.num_bytes - start)), checksum)
+    for start in range(0, file.num_bytes, MAX_DATA_BYTES):
+        checksum = zlib.crc32(file.read(start, min(MAX_DATA_BYTES, file.num_bytes - start)), checksum)
     return file.num_bytes, checksum
 
 

@@ -210,7 +210,7 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
             where,
             text,
             "names",
-            "names is not a mapping",
+            "the key 'names' is not a mapping",
             f"it is {shorten_repr(entries)}",
             f"under names, map {_LEFT} to a name",
         )
@@ -269,11 +269,11 @@ def _parse_table_entry(path: Any, value: Any) -> TableEntry:
     if axes is None:
         if several:
             raise ValueError(
-                "several names need axes, which says how to join them, as in: out in -> both out in"
+                "several names need axes, which says how to join them, as in 'out in -> both out in'"
             )
         return TableEntry(pattern, (TensorPattern(name_patterns[0]),))
     if not isinstance(axes, str):
-        raise ValueError(f"axes must be text, such as: out in -> in out, not {shorten_repr(axes)}")
+        raise ValueError(f"axes must be text, such as 'out in -> in out', and not {shorten_repr(axes)}")
     tensor_axes, variable_axes = parse_axes_expression(axes)
     if not several:
         check_same_axis_names(variable_axes, tensor_axes)

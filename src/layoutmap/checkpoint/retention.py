@@ -143,7 +143,7 @@ def validate_metrics(metrics: Mapping[str, Any] | None, best: str | None) -> dic
 def _check_positive_int(name: str, value: Any, alternative: str) -> None:
     if value is not None and (as_int(value) or 0) < 1:
         raise _make_argument_error(
-            name, value, "it must be a whole number, 1 or more", f"{name}=3; {alternative}"
+            name, value, "it must be an integer of 1 or more", f"{name}=3; {alternative}"
         )
 
 

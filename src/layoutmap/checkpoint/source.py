@@ -15,8 +15,8 @@ from layoutmap.core.blocks import Index, NumpyArray, make_full_index, normalize_
 from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
 from layoutmap.core.variables import Kind, get_itemsize
 
-_MOST_NAME = 4096
-_MOST_AXES = 64  # limit of numpy
+_MAX_NAME_LENGTH = 4096
+_MAX_AXES = 64  # limit of numpy
 
 Specs = tuple[str | tuple[str, ...] | None, ...]
 """Sharding specs in JSON form: `None` for an unsharded axis."""
@@ -63,10 +63,10 @@ def check_variable_limits(
     """
     for each in variables:
         why = ""
-        if len(each.path) > _MOST_NAME:
-            why = f"its name has {len(each.path):,} characters, and at most {_MOST_NAME:,} are allowed"
-        elif len(each.shape) > _MOST_AXES:
-            why = f"it has {len(each.shape):,} axes, and at most {_MOST_AXES} are allowed"
+        if len(each.path) > _MAX_NAME_LENGTH:
+            why = f"its name has {len(each.path):,} characters, and at most {_MAX_NAME_LENGTH:,} are allowed"
+        elif len(each.shape) > _MAX_AXES:
+            why = f"it has {len(each.shape):,} axes, and at most {_MAX_AXES} are allowed"
         else:
             size = math.ceil(math.prod(each.shape) * get_itemsize(each.dtype))
             most = 2**63 - 1 if max_bytes is None else max_bytes

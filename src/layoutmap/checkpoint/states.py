@@ -19,7 +19,7 @@ from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 
-_MOST_BYTES = 1 << 24  # limit for one array; larger ones must be saved as variables
+_MAX_ARRAY_BYTES = 1 << 24  # limit for one array; larger ones must be saved as variables
 
 
 def encode_state(value: Any, where: str) -> Any:
@@ -52,7 +52,7 @@ def encode_state(value: Any, where: str) -> Any:
         return {"__tuple__": parts} if isinstance(value, tuple) else parts
     if hasattr(value, "__array__") and hasattr(value, "dtype") and hasattr(value, "shape"):
         array = np.asarray(value)
-        if array.dtype.kind not in "OSUM" and array.nbytes <= _MOST_BYTES:
+        if array.dtype.kind not in "OSUM" and array.nbytes <= _MAX_ARRAY_BYTES:
             data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
             found: dict[str, Any] = {"__array__": data, "dtype": array.dtype.name, "shape": list(array.shape)}
             return found | {"tensor": True} if type(value).__module__ == "torch" else found

@@ -17,7 +17,7 @@ from layoutmap.core import folders
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import remove_folder, sync_folder
 
-MOST_STEP = 10**18 - 1
+MAX_STEP = 10**18 - 1
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _UNFINISHED = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
 

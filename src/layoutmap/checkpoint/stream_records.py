@@ -16,13 +16,13 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from layoutmap.checkpoint.dtypes import SAFETENSORS
-from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, translate_parser_errors
+from layoutmap.checkpoint.gate import MAX_SMALL_FILE_BYTES, translate_parser_errors
 from layoutmap.checkpoint.source import SavedVariable, check_variable_limits
 from layoutmap.checkpoint.storage import make_random_token
 from layoutmap.core.errors import CheckpointError
 
 VERSION = 1
-MOST_DATA_BYTES = 1 << 22
+MAX_DATA_BYTES = 1 << 22
 _HEADER = struct.Struct("<4sBIII")
 _SUM = struct.Struct("<I")
 _MAGIC = b"lmw1"
@@ -148,7 +148,7 @@ def read_record(
         raise make_stream_error(where, "a record has no valid header")
     if kind == RecordKind.FAILED:
         raise make_stream_error(where, "the sender failed to read its values: read the sender's error")
-    max_bytes = MOST_DATA_BYTES if kind in (RecordKind.FILE, RecordKind.DATA) else MOST_SMALL_BYTES
+    max_bytes = MAX_DATA_BYTES if kind in (RecordKind.FILE, RecordKind.DATA) else MAX_SMALL_FILE_BYTES
     if actual != number or kind not in kinds or length > max_bytes:
         found = RecordKind(kind).name if kind in {*RecordKind} else kind
         why = f"received record {actual} (kind {found}, {length:,} bytes), expected record {number} (kind "

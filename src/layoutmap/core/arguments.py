@@ -37,10 +37,10 @@ def convert_to_builtin_str(text: str) -> str:
 
 
 def validate_rank(rank: int) -> int:
-    """Check that a rank is a whole number of 0 or more, and return it as an int.
+    """Check that a rank is an integer of 0 or more, and return it as an int.
 
     Raises:
-        LayoutError: The rank is not a whole number, or is negative.
+        LayoutError: The rank is not an integer, or is negative.
     """
     found = as_int(rank)
     if found is None or found < 0:
@@ -56,13 +56,13 @@ def validate_axis(axis: int, rank: int) -> int:
     """Check that an axis exists in a tensor of this rank, and return it as an int.
 
     Raises:
-        LayoutError: The axis is not a whole number, or does not exist.
+        LayoutError: The axis is not an integer, or does not exist.
     """
     found = as_int(axis)
     if found is None:
         raise LayoutError(
             f"a layout of rank {rank} has no axis {axis!r}",
-            why=f"the axis is {describe_type(axis)}, and axes are whole numbers",
+            why=f"the axis is {describe_type(axis)}, and axes are integers",
             fix="pass the axis's number, from 0",
         )
     if not 0 <= found < rank:
@@ -85,7 +85,7 @@ def validate_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
     """Check a shape and convert its sizes to Python's ints. None and -1 stand for an unknown size.
 
     Raises:
-        LayoutError: A size is not a whole number, or is below -1.
+        LayoutError: A size is not an integer, or is below -1.
     """
     sizes = tuple(shape)
     if all(type(n) is int and n >= 0 for n in sizes):
@@ -94,7 +94,7 @@ def validate_shape(shape: Iterable[Any]) -> tuple[int | None, ...]:
     why = ""
     for given, n in zip(sizes, found, strict=True):
         if n is None and given is not None:
-            why = f"{given!r} is {describe_type(given)}, not a whole number"
+            why = f"{given!r} is {describe_type(given)}, not an integer"
         elif n is not None and n < -1:
             why = "an axis has 0 elements or more; None or -1 stands for a size that is not known"
     if why:

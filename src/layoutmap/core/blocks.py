@@ -111,7 +111,7 @@ def split_numpy_index(index: Any, shape: Sequence[int]) -> tuple[Index, tuple[An
     parts[at : at + 1] = rest
     try:
         if len(dots) > 1 or len(parts) != len(shape):
-            raise IndexError("one part for each axis")
+            raise IndexError("an index needs one part for each axis, and at most one `...`")
         pairs = [_split_axis_index(part, operator.index(n)) for part, n in zip(parts, shape, strict=True)]
     except (TypeError, IndexError, ValueError):
         raise LayoutMapError(

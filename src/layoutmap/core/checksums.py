@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_MOST_ELEMENTS = 1 << 21
+_MAX_ELEMENTS = 1 << 21
 """Maximum number of elements whose positions are computed at one time, to limit memory."""
 
 
@@ -52,7 +52,7 @@ def compute_position_checksum(
         True
     """
     # The positions take more memory than the values, so compute them for parts of a large block.
-    if values.ndim and values.size > _MOST_ELEMENTS and len(values) > 1:
+    if values.ndim and values.size > _MAX_ELEMENTS and len(values) > 1:
         half = len(values) // 2
         parts = (
             (values[:half], begins, None if positions is None else positions[:half]),

@@ -20,7 +20,7 @@ _FORBIDDEN = re.compile(r"[,|=:\s]")
 _FIX_DIMS = 'write "batch=2,model=4", {"batch": 2, "model": 4} or [("batch", 2), ("model", 4)]'
 _FIX_AXIS_TYPES = 'write axis_types="explicit", or by dim: axis_types={"model": "explicit"}'
 AXIS_TYPES = ("auto", "explicit")
-_MOST_DEVICES = 1 << 20  # a larger mesh is probably a mistake, and each device takes memory
+_MAX_DEVICES = 1 << 20  # a larger mesh is probably a mistake, and each device takes memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def parse_mesh_dims(
             may be -1 here; only `create_mesh` accepts that.
 
     Raises:
-        MeshError: The text is not of the form `name=size,...`, or an entry is no pair of a name and a whole number.
+        MeshError: The text is not of the form `name=size,...`, or an entry is no pair of a name and an integer.
 
     Example:
         >>> parse_mesh_dims("batch=2,model=4")
@@ -91,7 +91,7 @@ def _parse_mesh_dim(part: str, whole_text: str) -> tuple[str, int]:
     except ValueError:
         raise MeshError(
             f"mesh dims {shorten_repr(whole_text)} cannot be read",
-            why=f"{shorten_repr(part.strip())} is not name=size, with a whole number as the size",
+            why=f"{shorten_repr(part.strip())} is not name=size, with an integer as the size",
             fix=_FIX_DIMS,
         ) from None
 
@@ -109,7 +109,7 @@ def _convert_to_mesh_dimension(entry: Any) -> MeshDimension:
     elif not isinstance(pair[0], str):
         why = f"its name is {describe_type(pair[0])}, not text"
     elif as_int(pair[1]) is None:
-        why = f"its size is {describe_type(pair[1])}, not a whole number"
+        why = f"its size is {describe_type(pair[1])}, not an integer"
     elif operator.index(pair[1]).bit_length() > 63:
         why = "its size has more than 63 bits"
     if why:
@@ -153,11 +153,11 @@ def check_dims(dims: tuple[MeshDimension, ...]) -> None:
         size *= dim.size
         if size > 10**18:  # stop here, because Python raises if a message has a number of thousands of digits
             break
-    if size > _MOST_DEVICES:
+    if size > _MAX_DEVICES:
         raise MeshError(
             f"mesh of {size} devices is not allowed",
             facts={"mesh": ", ".join(map(str, dims))},
-            why=f"a mesh has at most {_MOST_DEVICES} devices",
+            why=f"a mesh has at most {_MAX_DEVICES} devices",
             fix="check the sizes: one of them may be a mistake",
         )
 

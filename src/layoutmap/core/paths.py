@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NUMBER = re.compile(r"\d+")
-_MOST_DIGITS = 15  # JavaScript numbers are exact up to 15 digits, so longer numbers get no ranges
+_MAX_DIGITS = 15  # JavaScript numbers are exact up to 15 digits, so longer numbers get no ranges
 
 
 def split_path_at_numbers(path: str) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def _format_number_ranges(numbers: Sequence[str]) -> str:
     """Merge numbers, given as text, into one text of sorted ranges: `{0..3,7}`. Return a single number unchanged."""
     if len(numbers) == 1:
         return numbers[0]
-    if max(map(len, numbers)) > _MOST_DIGITS:
+    if max(map(len, numbers)) > _MAX_DIGITS:
         return "{" + ",".join(numbers) + "}"
     values = sorted(set(map(int, numbers)))
     parts: list[str] = []

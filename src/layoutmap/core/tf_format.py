@@ -317,7 +317,7 @@ def _parse_int(text: str) -> int:
     # int() also accepts blanks, underscores, and digits of other scripts, so check the text first.
     if not _WHOLE_NUMBER.fullmatch(text):
         limit = " of at most 18 digits" if len(text) > 18 else ""
-        raise ValueError(f"{shorten_repr(text)} is not a whole number{limit}")
+        raise ValueError(f"{shorten_repr(text)} is not an integer{limit}")
     return int(text)
 
 

@@ -115,7 +115,7 @@ class VariableSpec:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it replaces an unpacked variable of its path. Rules apply to the unpacked shape, `parent_shape`."""
+        """Whether its values are packed, such as two int4 in a byte. Rules apply to the unpacked `parent_shape`."""
         return self.parent == self.path
 
     @property

@@ -13,10 +13,10 @@ from layoutmap.cost.search.options import MeshRoles, list_activation_options
 from layoutmap.cost.search.space import BlockStack
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.variants import PlanVariant, call_or_none, describe_variant_change
+from layoutmap.plan.variants import PlanVariant, call_or_none, format_variant_change
 from layoutmap.scope.progress import ElapsedTime
 
-MOST_COUNTING_SECONDS = 20.0
+MAX_COUNTING_SECONDS = 20.0
 """CPU seconds of this process after which no more variants are tried. Wall time would depend on other processes."""
 
 CostFn = Callable[[PlanVariant], Cost]
@@ -49,7 +49,7 @@ def rank_variants_by_cost(
         makers: dict[str, MakeVariants] = {
             "a fused kernel for attention": lambda: [replace(original, fuse_attention=True)] * can_fuse,
             "recomputing activations": lambda: [replace(original, remat="blocks")] * can_recompute,
-            "weights sharded over the dim of the batch": lambda: (
+            "weights sharded over the mesh dim of the batch": lambda: (
                 [original.shard_weights(data, plan)] if data else _vary_batch_dim(original)
             ),
             "other layouts of what blocks return": lambda: _vary_activation_rules(original, blocks),
@@ -68,7 +68,7 @@ class _VariantTrials:
 
     def __init__(self, original: PlanVariant, peak_bytes: int, compute_cost: CostFn, cost_seconds: float):
         self._original, self._peak_bytes, self._compute_cost = (original, peak_bytes, compute_cost)
-        self._end, self._longest = time.process_time() + MOST_COUNTING_SECONDS, cost_seconds
+        self._end, self._longest = time.process_time() + MAX_COUNTING_SECONDS, cost_seconds
         self._found: list[tuple[PlanVariant, Cost]] = []
         self.untried: list[str] = []
 
@@ -129,7 +129,7 @@ class _VariantTrials:
         """Return the advice, best first."""
         return tuple(
             Advice(
-                *describe_variant_change(self._original, variant),
+                *format_variant_change(self._original, variant),
                 cost.step.peak_bytes,
                 f"{format_duration(cost.step_seconds)} a step",
             )

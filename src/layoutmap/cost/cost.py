@@ -22,7 +22,7 @@ PEAK = "all figures of the machine are its peak, and starting a collective takes
 COLUMNS = ("collective", "times", "over", "network", "tensor", "sent", "takes", "because of", "phase")
 _RIGHT = ("times", "tensor", "sent", "takes")
 _DROP = ("network", "tensor", "sent", "over", "times", "phase")
-_MOST_ROWS = 12
+_MAX_SHOWN_ROWS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class Cost:
             found.setdefault(c.cause, []).append(c)
         return found
 
-    def describe_collectives(self, paths: Iterable[str]) -> list[str]:
+    def format_collectives(self, paths: Iterable[str]) -> list[str]:
         """Return a sentence for each collective that the variables or layers at `paths` cause."""
         causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers_with_stars(path)))
         return [
@@ -319,10 +319,10 @@ class Cost:
             ("of the step", "takes", "share"), self._iterate_time_part_rows(), ("takes", "share"), width=width
         )
         if self.collective_rows:
-            cells = [row.cells for row in self.collective_rows[:_MOST_ROWS]]
+            cells = [row.cells for row in self.collective_rows[:_MAX_SHOWN_ROWS]]
             lines += ["", *format_table(COLUMNS, cells, _RIGHT, width=width, drop=_DROP)]
-        if len(self.collective_rows) > _MOST_ROWS:
-            rest = self.collective_rows[_MOST_ROWS:]
+        if len(self.collective_rows) > _MAX_SHOWN_ROWS:
+            rest = self.collective_rows[_MAX_SHOWN_ROWS:]
             seconds, sent = sum(row.seconds for row in rest), sum(row.sent_bytes for row in rest)
             lines.append(
                 f"... and {len(rest)} more, which take {format_duration(seconds)} and send {format_bytes(sent)}"

@@ -206,9 +206,9 @@ def search(
     """
     if (as_int(tries) or 0) < 1:
         raise ScopeError(
-            f"search: tries={shorten_repr(tries)} is not a positive whole number",
+            f"search: tries={shorten_repr(tries)} is not a positive integer",
             why="the search computes the cost of at most `tries` layout maps",
-            fix="pass a whole number of 1 or more, as in tries=32",
+            fix="pass an integer of 1 or more, as in tries=32",
         )
     if inputs is None:
         raise ScopeError(

@@ -14,7 +14,7 @@ from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix
 from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import Problem
 
-_LEAST_SHARE = 0.01  # a cause is reported from this share of a step's traffic on
+_MIN_TRAFFIC_SHARE = 0.01  # a cause is reported from this share of a step's traffic on
 
 
 def _make_traffic_facts(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str], ...]:
@@ -31,7 +31,7 @@ def _make_traffic_facts(cost: Cost, collectives: list[Collective]) -> tuple[tupl
 
 def _iterate_costly_causes(cost: Cost, calls: list[Collective]) -> Iterator[tuple[str, list[Collective]]]:
     """Yield each cause with its collectives, if those of all repeated blocks together send enough bytes to report."""
-    least = _LEAST_SHARE * cost.step.sent_bytes
+    least = _MIN_TRAFFIC_SHARE * cost.step.sent_bytes
     sent: dict[str, int] = {}
     by_cause: dict[str, list[Collective]] = {}
     for c in calls:

@@ -57,11 +57,11 @@ class LoweredStep:
         missing: Problem | None = None,
         fuse_attention: bool = False,
     ):
-        from layoutmap.cost.jax.lowered import StepCounter  # imported here, because it imports JAX
+        from layoutmap.cost.jax.lowered import StepCostCounter  # imported here, because it imports JAX
 
         self.step = step
         self._variables = step.variables
-        self._counter = StepCounter(step, remat, fuse_attention)
+        self._counter = StepCostCounter(step, remat, fuse_attention)
         self._batch_dim = batch_dim
         self._missing = missing
         self._fuses = fuse_attention

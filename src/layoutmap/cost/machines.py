@@ -48,7 +48,7 @@ def machine_named(name: str) -> Machine:
             fix="write it as in h100:64, or mine.yaml:my_device:64 with your own file",
         )
     file, wanted = found["one"] or found["file"], found["device"]
-    devices = _read_device_file(file) if file else load_built_in_devices()
+    devices = _read_device_descriptions(file) if file else load_built_in_devices()
     if found["one"]:
         wanted = next(iter(devices)) if len(devices) == 1 else ""
     device = devices.get(wanted) or devices.get(wanted.lower())
@@ -113,7 +113,7 @@ def load_built_in_devices() -> Mapping[str, Device]:
     return parse_devices(text, "machines.yaml")
 
 
-def _read_device_file(path: str) -> Mapping[str, Device]:
+def _read_device_descriptions(path: str) -> Mapping[str, Device]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -208,7 +208,7 @@ def _parse_device(name: str, data: Any, where: str) -> Device:
     sources: Any = fields.data.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(each, str) for each in cast("list[Any]", sources)):
         raise _make_file_error(
-            where, "sources is not a list of texts", f"it is {shorten_repr(cast('Any', sources))}"
+            where, "the key 'sources' is not a list of texts", f"it is {shorten_repr(cast('Any', sources))}"
         )
     if not flops.data:
         why = "the time of a step follows from the FLOP rate of each element type"

@@ -30,16 +30,16 @@ def make_training_step(
     return module.describe_training_step(context.session, model, inputs, optimizer, loss)
 
 
-_STEP_COUNTERS = {"jax": "layoutmap.cost.jax.lowered", "torch": "layoutmap.cost.torch_step"}
+_STEP_COST_COUNTERS = {"jax": "layoutmap.cost.jax.lowered", "torch": "layoutmap.cost.torch_step"}
 
 
-def load_step_counter(engine_name: str) -> Any:
-    """Return the class `StepCounter` of a framework. Its method `compute_cost` returns the cost of a `TrainingStep`."""
-    if engine_name not in _STEP_COUNTERS:
+def load_step_cost_counter(engine_name: str) -> Any:
+    """Return the class `StepCostCounter` of a framework. Its `compute_cost` returns the cost of a `TrainingStep`."""
+    if engine_name not in _STEP_COST_COUNTERS:
         raise EngineError(
             f"the cost of a step cannot be computed on {engine_name}",
-            facts={"computed on": ", ".join(_STEP_COUNTERS)},
+            facts={"computed on": ", ".join(_STEP_COST_COUNTERS)},
             why=f"the compiler of {engine_name} chooses the collectives, and needs the devices of the mesh for that",
             fix="plan the same rules with the model on JAX: the layouts are the same (KERAS_BACKEND=jax)",
         )
-    return import_module(_STEP_COUNTERS[engine_name]).StepCounter
+    return import_module(_STEP_COST_COUNTERS[engine_name]).StepCostCounter

@@ -20,7 +20,7 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import resolve_machine
-from layoutmap.cost.model_steps import load_step_counter, make_training_step
+from layoutmap.cost.model_steps import load_step_cost_counter, make_training_step
 from layoutmap.cost.table import SCORED_ATTENTION, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.plan.lint import guess_batch_dim
@@ -66,7 +66,7 @@ def make_cost_request(
             "not given",
             fix='pass inputs=: objects with shape and dtype; on the command line --inputs "int32[64,4096]"',
         )
-    load_step_counter(engine)
+    load_step_cost_counter(engine)
     check_remat(remat)
     on_jax = {
         "verify": "the step is compiled by XLA",
@@ -239,7 +239,7 @@ class _VariantCostComputer:
         key = variant.inputs, variant.remat, variant.fuse_attention
         if key not in self._lowered:
             more = {"remat": variant.remat, "fuse_attention": variant.fuse_attention}
-            counter = load_step_counter(self._context.adapter.engine_name)
+            counter = load_step_cost_counter(self._context.adapter.engine_name)
             self._lowered[key] = counter(step, **{name: value for name, value in more.items() if value})
         return self._lowered[key], [layouts[v.key] for v in step.variables], policy
 

@@ -61,7 +61,7 @@ _ACCUMULATED = "the weights of a block are gathered together, under the name of 
 
 
 # Formulas are wrong if layouts conflict, so count operations while the step runs on fake tensors (decisions/0156).
-class StepCounter:
+class StepCostCounter:
     """Counter that computes the cost of a torch module's training step in any layouts."""
 
     def __init__(self, step: TrainingStep):

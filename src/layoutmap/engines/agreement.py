@@ -20,8 +20,8 @@ from layoutmap.core.errors import CheckpointError, ScopeError, join_names
 from layoutmap.engines.checks import make_unequal_initial_values_error
 
 # If the input pipelines of processes differ by mistake, their first batches differ, so always compare the first calls.
-_FIRST_CALLS = 8
-_MAX_SHOWN = 200  # number of characters that a message shows of one process's text
+_NUM_FIRST_CALLS = 8
+_MAX_SHOWN_CHARACTERS = 200  # number of characters that a message shows of one process's text
 
 Result = TypeVar("Result")
 
@@ -87,9 +87,9 @@ def make_process_facts(texts: Sequence[str]) -> dict[str, object]:
 
 def shorten_text(text: str) -> str:
     """Shorten a text for error messages, and add a checksum of the whole text."""
-    if len(text) <= _MAX_SHOWN:
+    if len(text) <= _MAX_SHOWN_CHARACTERS:
         return text
-    return f"{text[:_MAX_SHOWN]}... checksum {zlib.crc32(text.encode()):08x}"
+    return f"{text[:_MAX_SHOWN_CHARACTERS]}... checksum {zlib.crc32(text.encode()):08x}"
 
 
 def check_same_program(call: str, named_texts: Iterable[NamedText], gather: Gather) -> None:
@@ -99,14 +99,14 @@ def check_same_program(call: str, named_texts: Iterable[NamedText], gather: Gath
         return
     name, texts = found
     raise ScopeError(
-        describe_text_difference(name, texts),
+        format_text_difference(name, texts),
         facts={"in": call} | (make_process_facts(texts) if len(texts) > 2 else {}),
         why="each process computes a part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )
 
 
-def describe_text_difference(name: str, texts: Sequence[str]) -> str:
+def format_text_difference(name: str, texts: Sequence[str]) -> str:
     """Return a message with a name, its text in process 0, and its text in the first process that differs."""
     other = next(number for number, text in enumerate(texts) if text != texts[0])
     return f"{name}: {texts[0]} in process 0, {texts[other]} in process {other}"
@@ -158,7 +158,7 @@ class CallComparisonSchedule:
         """Count the next call, and return whether the processes compare it."""
         self.calls += 1
         begins, self.begins_epoch = self.begins_epoch, False
-        return begins or self.calls <= _FIRST_CALLS or not self.calls & (self.calls - 1)
+        return begins or self.calls <= _NUM_FIRST_CALLS or not self.calls & (self.calls - 1)
 
 
 def check_same_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None, hint: str = "") -> None:
@@ -200,7 +200,7 @@ def find_first_difference(
     If the processes have different names, return a name that some of them lack, with "nothing" as their line.
     """
     texts, _ = compare_texts(json.dumps(list(named_texts)), gather)
-    lists = [_parse_named_texts(text) for text in texts]
+    lists = [_parse_named_texts_from_json(text) for text in texts]
     known = [{name for name, _ in each} for each in lists]
     nothing = ("", "nothing")
     for each in zip_longest(*lists, fillvalue=nothing):
@@ -213,7 +213,7 @@ def find_first_difference(
     return None
 
 
-def _parse_named_texts(text: str) -> list[NamedText]:
+def _parse_named_texts_from_json(text: str) -> list[NamedText]:
     """Return the (name, text) pairs in a JSON text. If it is not JSON, return one pair named `compared text`."""
     try:
         return [(name, named_text) for name, named_text in json.loads(text)]

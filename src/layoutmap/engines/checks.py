@@ -61,7 +61,7 @@ def format_fix_for_too_few_devices(framework: str, num_devices: int) -> str:
     )
 
 
-def check_simulated_devices(framework: str, num_devices: int, device_names: Sequence[str]) -> None:
+def check_devices_are_simulated(framework: str, num_devices: int, device_names: Sequence[str]) -> None:
     """Raise an `EngineError` unless a framework has started with this number of simulated devices."""
     if len(device_names) == num_devices and device_names[0].startswith("CPU:"):
         return
@@ -189,18 +189,18 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
     """Raise an `EngineError` unless a shard has the shape of its index and the variable's element type."""
     if tuple(shape) != compute_block_shape(index) or dtype != variable.dtype:
         raise EngineError(
-            f"{variable.path}: a shard was read with a wrong shape or element type",
+            f"{variable.path}: `read` returned a shard with a wrong shape or element type",
             facts={
                 "index": index,
                 "shard": f"{variable.dtype}{list(compute_block_shape(index))}",
-                "read": f"{dtype}{list(shape)}",
+                "returned": f"{dtype}{list(shape)}",
             },
             why="a shard has the shape of its index and the variable's element type",
-            fix="return exactly the values at the index",
+            fix="make `read` return exactly the values at the index, in the variable's element type",
         )
 
 
-def wrap_reader_with_checks(variable: VariableSpec, read: BlockReader) -> BlockReader:
+def make_checked_reader(variable: VariableSpec, read: BlockReader) -> BlockReader:
     """Return a reader of a variable's shards that raises if a shard has a wrong shape or element type."""
 
     def read_checked_values(index: Index) -> NumpyArray:
@@ -227,7 +227,7 @@ def make_unequal_initial_values_error(what: str, facts: Mapping[str, object] | N
         what,
         facts=facts,
         why="each process computes initial values separately, and they must be equal",
-        fix="create the same model in all processes, and set the same seed before",
+        fix="create the same model with the same random seed in all processes",
     )
 
 

@@ -105,7 +105,7 @@ class PlanCost(Protocol):
         """Return this cost with the collectives of the weights at these paths marked, to tell them from activations."""
         ...
 
-    def describe_collectives(self, paths: Iterable[str]) -> list[str]:
+    def format_collectives(self, paths: Iterable[str]) -> list[str]:
         """Return a line of text for each collective that the variables or layers at these paths cause."""
         ...
 

@@ -11,7 +11,7 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint import make_layout_suggestions
 from layoutmap.plan.table import PlanTable
 
-_MOST_ROWS = 10
+_MAX_SHOWN_ROWS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class Memory:
         lines = [self._summary]
         if cells:
             head = ("replicated", "saves", "if sharded")
-            lines += ["", *format_table(head, cells[:_MOST_ROWS], {"saves"}, width=width)]
-        if len(cells) > _MOST_ROWS:
-            lines.append(f"... and {len(cells) - _MOST_ROWS} more")
+            lines += ["", *format_table(head, cells[:_MAX_SHOWN_ROWS], {"saves"}, width=width)]
+        if len(cells) > _MAX_SHOWN_ROWS:
+            lines.append(f"... and {len(cells) - _MAX_SHOWN_ROWS} more")
         return "\n".join(lines)
 
     __str__ = to_text

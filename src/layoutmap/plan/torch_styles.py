@@ -153,7 +153,7 @@ def _set_sharded_output_axis(
             caller,
             path,
             f"the layout {layout} of its output",
-            "only outputs of linear layers, embeddings, and norms can be sharded, over the dim of their weights",
+            "only outputs of linear layers, embeddings, and norms can be sharded, over the mesh dim of their weights",
             "plan without this activation rule",
         )
     return replace(styled, output=-1 if axis == layout.rank - 1 else axis)

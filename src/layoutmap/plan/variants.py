@@ -227,7 +227,7 @@ class Difference(NamedTuple):
     yaml: str = ""
 
 
-def describe_variant_change(before: PlanVariant, after: PlanVariant) -> tuple[str, str, str]:
+def format_variant_change(before: PlanVariant, after: PlanVariant) -> tuple[str, str, str]:
     """Return the change between two variants in words, in Python, and for the command line ("" if impossible there)."""
     found = list(_iterate_variant_differences(before, after))
     lines = [difference.yaml for difference in found if difference.yaml]
@@ -260,7 +260,7 @@ def _iterate_variant_differences(before: PlanVariant, after: PlanVariant) -> Ite
         more = f" --model-dim {model or 'none'}" * (model != "model")
         option = f"--preset {name}{more} --fsdp-dim {fsdp}"
         yield Difference(
-            _describe_weight_sharding([fsdp], before.guessed_batch_dim), python.replace("'", '"'), option
+            _format_weight_sharding([fsdp], before.guessed_batch_dim), python.replace("'", '"'), option
         )
     else:
         yield from _iterate_rule_differences(before, after)
@@ -305,7 +305,7 @@ def _iterate_rule_differences(before: PlanVariant, after: PlanVariant) -> Iterat
                 for p, specs in changed.items()
                 for dim in {*_iterate_spec_dims(specs)} - {*_iterate_spec_dims(there.get(p, ()))}
             }
-            what = _describe_weight_sharding(sorted(dims), before.guessed_batch_dim)
+            what = _format_weight_sharding(sorted(dims), before.guessed_batch_dim)
         written = ", ".join(
             f'r"{escape_text(p)}": {_format_specs_as_python(specs)}' for p, specs in changed.items()
         )
@@ -319,7 +319,7 @@ def _iterate_rule_differences(before: PlanVariant, after: PlanVariant) -> Iterat
         )
 
 
-def _describe_weight_sharding(dims: Sequence[str | None], batch_dim: str | None) -> str:
+def _format_weight_sharding(dims: Sequence[str | None], batch_dim: str | None) -> str:
     return f"shard weights over {', '.join(map(str, dims))} as well" + " (FSDP)" * (dims == [batch_dim])
 
 

@@ -19,11 +19,11 @@ from layoutmap.plan.completeness import NOT_BUILT, find_unbuilt_layers_problem
 from layoutmap.plan.memory import count_memory
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.variants import PlanVariant, call_or_none, describe_variant_change, make_plan_variant
+from layoutmap.plan.variants import PlanVariant, call_or_none, format_variant_change, make_plan_variant
 
-_MOST_ADVICE = 6
-_MOST_MEMORY_GROUPS = 10
-_LEAST_SHARE = 0.01  # advice that saves a smaller share of the needed memory is left out
+_MAX_ADVICE = 6
+_MAX_MEMORY_GROUPS = 10
+_MIN_SAVED_SHARE = 0.01  # advice that saves a smaller share of the needed memory is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +187,21 @@ def _list_largest_memory_groups(plan: PlanTable, peak_bytes: int) -> tuple[Memor
         found[kind, path, shape] = found.get((kind, path, shape), 0) + num_bytes
     groups = [MemoryGroup(*key, num_bytes) for key, num_bytes in found.items() if num_bytes]
     groups.sort(key=lambda group: -group.num_bytes)
-    rest = peak_bytes - sum(group.num_bytes for group in groups[:_MOST_MEMORY_GROUPS])
+    rest = peak_bytes - sum(group.num_bytes for group in groups[:_MAX_MEMORY_GROUPS])
     name = (
         "all else"
         if tensors or plan.cost is None
         else "activations, gradients, the batch and gathered weights"
     )
     others = [MemoryGroup(name, "", "", rest)] if rest > 0 and groups else []
-    return (*groups[:_MOST_MEMORY_GROUPS], *others)
+    return (*groups[:_MAX_MEMORY_GROUPS], *others)
 
 
 def _iterate_variable_sizes(plan: PlanTable) -> Iterator[tuple[str, str, str, int]]:
-    """Yield kind, path, shard shape, and bytes of variables in device memory, and of gradients if there is no cost."""
+    """Yield the kind, path, dtype with shard shape, and bytes of each variable in device memory.
+
+    For a plan without the cost of a step, also yield those of each gradient.
+    """
     for a in plan.assignments:
         v = a.variable
         if not a.fits:
@@ -217,8 +220,8 @@ def _iterate_variable_sizes(plan: PlanTable) -> Iterator[tuple[str, str, str, in
 def _choose_advice(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
     """Return the changes of the plan that save memory. Changes with which the model fits come first."""
     tried = plan.cost.tried if plan.cost else _make_advice_without_cost(plan, needed_bytes, available_bytes)
-    helps = [each for each in tried if each.needed_bytes <= (1 - _LEAST_SHARE) * needed_bytes]
-    return tuple(sorted(helps, key=lambda each: each.needed_bytes > available_bytes)[:_MOST_ADVICE])
+    helps = [each for each in tried if each.needed_bytes <= (1 - _MIN_SAVED_SHARE) * needed_bytes]
+    return tuple(sorted(helps, key=lambda each: each.needed_bytes > available_bytes)[:_MAX_ADVICE])
 
 
 def _make_advice_without_cost(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
@@ -257,7 +260,7 @@ def _make_advice_without_cost(plan: PlanTable, needed_bytes: int, available_byte
             if (n := call_or_none(lambda variant=variant: count_device_bytes(variant))) is not None
         ]
         found += [min(known, key=lambda each: each[0])] if known else []
-    return tuple(Advice(*describe_variant_change(before, variant), needed_bytes=n) for n, variant in found)
+    return tuple(Advice(*format_variant_change(before, variant), needed_bytes=n) for n, variant in found)
 
 
 def _can_use_bfloat16(v: VariableSpec) -> bool:

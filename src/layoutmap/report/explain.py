@@ -110,9 +110,9 @@ def iterate_collective_rows(plan: PlanTable, assignment: Assignment) -> Iterator
         return
     paths = (variable.path, *variable.aliases)
     layers = {path.rpartition(".")[0] for path in paths} - {""}
-    found = [("in a step", each) for each in cost.describe_collectives(paths)]
+    found = [("in a step", each) for each in cost.format_collectives(paths)]
     yield from found or [("in a step", "nothing travels because of it")]
-    for each in cost.describe_collectives(layers):
+    for each in cost.format_collectives(layers):
         yield "its layer", each
 
 

@@ -42,7 +42,7 @@ class RuleIndex:
         self._num_indexed = self._num_indexed_at_rebuild = 0
 
     def append(self, pattern: re.Pattern[str]) -> None:
-        """Add the regex of a rule that is tried after all others. The next lookup indexes it."""
+        """Add the regex of a rule that is tried after all others. The next lookup adds it to the index."""
         self._patterns.append(pattern)
 
     def iterate_matching_positions(self, path: str) -> Iterator[int]:

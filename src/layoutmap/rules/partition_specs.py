@@ -177,7 +177,10 @@ def read_spec_tree(tree: object, shapes: Mapping[str, Shape], mesh: Mesh, where:
         if its_mesh is not None and list(its_mesh.shape.items()) != list(mesh.dim_sizes.items()):
             raise RuleError(
                 f"{where}: the sharding of {path} is on another mesh",
-                facts={"map's": str(mesh), "its": ", ".join(f"{n}={s}" for n, s in its_mesh.shape.items())},
+                facts={
+                    "map's": str(mesh),
+                    "the sharding's": ", ".join(f"{n}={s}" for n, s in its_mesh.shape.items()),
+                },
                 why="all variables of a model share one mesh",
                 fix="pass the mesh of the shardings, or PartitionSpecs, which have no mesh",
             )
@@ -232,7 +235,7 @@ def resolve_partition_rules(
         raise RuleError(
             f"{where}: {len(missing)} arrays have no rule",
             facts={"arrays": join_names(missing)},
-            why="no regex matches in their paths, joined by slashes",
+            why="no regex is found in their paths, which are read with slashes, as in 'layers/0/kernel'",
             fix='add rules for them, or (".*", PartitionSpec()) as the last rule to replicate all others',
         )
     unused = [f"{n + 1}  {regex.pattern}" for n, (regex, _) in enumerate(compiled) if n not in used]

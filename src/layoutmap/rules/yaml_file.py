@@ -181,7 +181,7 @@ def parse_rules_file(text: str) -> RulesFileFields:
     for dim, size in (dims or {}).items():
         if not isinstance(size, int):
             raise RuleError(
-                f"rules file: the size of mesh dim {dim!r} is not a whole number",
+                f"rules file: the size of mesh dim {dim!r} is not an integer",
                 facts={"value": shorten_repr(size)},
                 why="it is the number of devices along the dim",
                 fix=f"write a number, as in {{{dim}: 4}}",

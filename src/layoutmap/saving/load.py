@@ -157,14 +157,18 @@ def load(
     is_new = layout_map is not None  # a new model needs no protection from a damaged checkpoint
     if layout_map is not None:
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
-        found, _ = loading.load_values(found, None, is_new=True)
+        found, _ = loading.load_values(found, None, verify_first=False)
     made = optimizer(found) if callable(optimizer) else optimizer
     random = choose_random_states([each.get("random", {}) for each in saved], *position)
     within = restore_data_with_rollback(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
     with nullcontext() if is_new or verify == "first" else mention_partial_load_in_errors():
         loaded = loading.load_values(
-            found, made, is_new=is_new or verify != "first", after_checks=within, random_states=random
+            found,
+            made,
+            verify_first=not is_new and verify == "first",
+            after_checks=within,
+            random_states=random,
         )
     values.stop_providing_values()
     if loading.unread and extra == "error":
@@ -301,7 +305,7 @@ class ModelLoader:
         model: object,
         optimizer: object,
         *,
-        is_new: bool,
+        verify_first: bool,
         after_checks: AbstractContextManager[object] | None = None,
         random_states: Mapping[str, Any] | None = None,
         only_paths: Collection[str] | None = None,
@@ -311,7 +315,7 @@ class ModelLoader:
         Args:
             model: The model.
             optimizer: The optimizer, if the model does not contain it.
-            is_new: Whether the model is new. Otherwise all values are verified before it changes.
+            verify_first: Whether to verify all values before the model changes. A new model does not need this.
             after_checks: Context that is entered after all checks, and in which the model changes.
             random_states: Random states to restore at the end, with the settings of the optimizer; `None`: neither.
             only_paths: Paths in the checkpoint of the variables to read; `None`: all.
@@ -337,7 +341,7 @@ class ModelLoader:
             if not (_is_slot(each) and id(each.array) in weights)
             and (memory := self._get_writable_memory(each.array))
         }
-        if not is_new:
+        if verify_first:
             with Progress(variables, enabled=self._progress, verb="checked") as progress:
                 self._processes.run_in_all_processes(
                     lambda: self._verify_values(variables.values(), layouts, progress)
@@ -443,7 +447,7 @@ def _warn_of_unread_slots(loading: ModelLoader, values: ModelValues, model: obje
     def restore_slots() -> None:
         try:
             loading.values = values
-            loading.load_values(model, None, is_new=False, only_paths=unread)
+            loading.load_values(model, None, verify_first=True, only_paths=unread)
         except CheckpointError as error:
             warning = LayoutMapWarning(
                 f"{where}: the optimizer state was not restored",

@@ -238,13 +238,21 @@ class CheckpointManager:
                 fix='leave later out, or pass later="keep"',
             )
         self.wait()
-        wanted = [step] if step is not None else self._list_best_steps() if best else self._list_run_steps()
+        wanted = (
+            [step]
+            if step is not None
+            else self._list_best_steps()
+            if best
+            else self._list_steps_of_this_run()
+        )
         number = wanted[0] if wanted else None
         if damaged == "skip":
             found = self._find_undamaged_step(wanted)
             if found is None and step is None and not best:
                 # The search has found damaged manifests. Without them, the run may be on another branch, so search it.
-                found = self._find_undamaged_step([n for n in self._list_run_steps() if n not in wanted])
+                found = self._find_undamaged_step(
+                    [n for n in self._list_steps_of_this_run() if n not in wanted]
+                )
             number = number if found is None else found
         loaded = load(model, self._directory, step=number, **options)
         assert number is not None
@@ -416,7 +424,7 @@ class CheckpointManager:
         found |= {n: {} for n in self._history.damaged if last is not None and n <= last.step}
         return dict(sorted(found.items()))
 
-    def _list_run_steps(self) -> list[int]:
+    def _list_steps_of_this_run(self) -> list[int]:
         """Return the steps of this run that can be loaded, latest first."""
         last = self._position or self._history.find_last_saved_step()
         found = [*self._collect_metrics_by_step(last)]
@@ -427,7 +435,7 @@ class CheckpointManager:
         return sorted({*found}, reverse=True)
 
     def _list_best_steps(self) -> list[int]:
-        """Return the steps that have the metric, best first. Raise if there are none."""
+        """Return the steps that were saved with the metric `best`, best first. Raise if there are none."""
         metrics = self._collect_metrics_by_step(self._position or self._history.find_last_saved_step())
         if found := self._retention.rank_steps_by_metric(metrics):
             return found

@@ -49,12 +49,12 @@ class PreemptionSignal:
         return time.monotonic() - self._signal_times[0] if self._signal_times else -1.0
 
     def close(self) -> None:
-        """Install the earlier handler of SIGTERM again."""
+        """Restore the handler of SIGTERM that was installed before this object was created."""
         self._close()
 
 
 def _restore_earlier_handler(handler: Any, earlier_handler: Any) -> None:
-    """Install the earlier handler of SIGTERM again, unless the program has replaced `handler` since."""
+    """Restore the earlier handler of SIGTERM, unless the program has replaced `handler` since."""
     is_installed = signal.getsignal(signal.SIGTERM) is handler
     if is_installed and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL if earlier_handler is None else earlier_handler)

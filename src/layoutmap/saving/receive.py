@@ -141,7 +141,7 @@ def receive(
 
         loading = ModelLoader(adapter, values, processes, None, None)
         context = delay_interrupts_until_answer()
-        return loading.load_values(model, None, is_new=False, after_checks=context, only_paths=only)[0]
+        return loading.load_values(model, None, verify_first=True, after_checks=context, only_paths=only)[0]
 
 
 class _ReceivedWeights(Source):

@@ -22,7 +22,7 @@ from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import encode_state
 from layoutmap.checkpoint.step_writer import StepWriter, create_step_folder_if_space
-from layoutmap.checkpoint.storage import MOST_STEP, Storage, make_random_token
+from layoutmap.checkpoint.storage import MAX_STEP, Storage, make_random_token
 from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.arguments import as_int
 from layoutmap.core.blocks import Index, group_devices_by_shard, make_full_index
@@ -273,12 +273,12 @@ def _find_common_mesh(engine: Engine, layouts: Mapping[str, Layout | None]) -> M
 
 
 def validate_step_number(step: object) -> int:
-    """Return a step number as an int, or raise if it is not a whole number in the allowed range."""
+    """Return a step number as an int, or raise if it is not an integer in the allowed range."""
     number = as_int(step)
-    if number is None or not 0 <= number <= MOST_STEP:
+    if number is None or not 0 <= number <= MAX_STEP:
         raise CheckpointError(
             f"step={step!r} is not a step number",
-            why="a step is a whole number, 0 or more, of at most 18 digits",
+            why="a step is an integer of 0 or more with at most 18 digits",
             fix="pass the number of the training step, as in step=1000",
         )
     return number

@@ -130,7 +130,7 @@ class Sync:
     def _get_movers_by_step(
         self, donate: bool, arrays: Sequence[Array], old_arrays: Mapping[str, Array]
     ) -> list[tuple[Sequence[int], Mover]]:
-        """Return for each step of a sync its row indices and a function that makes new arrays of these rows."""
+        """Return, for each step of a sync, indices of the plan's rows and a function that makes their new arrays."""
         if donate not in self._movers:
             steps = _group_rows_into_steps(self.plan, _STEP_BYTES) if donate else [range(len(self.plan.rows))]
             self._movers[donate] = [(step, self._make_mover(step, arrays, old_arrays)) for step in steps]
@@ -139,7 +139,7 @@ class Sync:
     def _make_mover(
         self, indices: Sequence[int], arrays: Sequence[Array], old_arrays: Mapping[str, Array]
     ) -> Mover:
-        """Return a function that makes the sampler's new arrays of some rows from all arrays of the trainer."""
+        """Return a function from all arrays of the trainer to the sampler's new arrays of the plan's rows `indices`."""
         moves = [self._moves[n] for n in indices]
         variables = [self.plan.rows[n].variable for n in indices]
         own = [old_arrays[each.path] for each in variables]

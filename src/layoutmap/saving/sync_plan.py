@@ -170,7 +170,7 @@ class SyncEndpoint:
         self.adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "plan_sync")
         self.engine: Engine = get_engine(self.adapter.engine_name)
         self.stored = self._list_stored_weights()
-        self._planned = {each.variable.path: self.describe_variable(each) for each in self.stored}
+        self._planned = {each.variable.path: self.format_variable(each) for each in self.stored}
 
     def _list_stored_weights(self) -> list[StoredVariable]:
         kinds = (Kind.WEIGHT, Kind.STATE)
@@ -179,7 +179,7 @@ class SyncEndpoint:
         ]
 
     def read_arrays(self, model: object) -> dict[str, Array]:
-        """Return the arrays of the model by path. If `model` is passed, it replaces the end's model.
+        """Return the arrays of the model by path. If `model` is passed, it becomes the model of this endpoint.
 
         Raises:
             PlanError: A variable was added or removed, or its dtype, shape, or layout differs from the plan.
@@ -188,7 +188,7 @@ class SyncEndpoint:
         if model is not None:
             self.model = model
         self.stored = self._list_stored_weights()
-        found = {each.variable.path: self.describe_variable(each) for each in self.stored}
+        found = {each.variable.path: self.format_variable(each) for each in self.stored}
         if found != planned:
             changed = [path for path in {**planned, **found} if planned.get(path) != found.get(path)]
             raise PlanError(
@@ -199,7 +199,7 @@ class SyncEndpoint:
             )
         return {each.variable.path: each.array for each in self.stored}
 
-    def describe_variable(self, stored: StoredVariable) -> str:
+    def format_variable(self, stored: StoredVariable) -> str:
         """Return the dtype, shape, and layout of a variable as text."""
         return f"{stored.variable.dtype}{list(stored.variable.shape)} {self.format_layout(stored.array)}"
 
@@ -296,7 +296,8 @@ class SyncMatching:
                 only.what, problems=tuple(self.problems), facts=dict(only.facts), why=only.why, fix=only.fix
             )
         raise PlanError(
-            f"{len(self.problems)} problems\n" + "\n\n".join(map(str, grouped)), problems=tuple(self.problems)
+            f"the sync plan has {len(self.problems)} problems\n" + "\n\n".join(map(str, grouped)),
+            problems=tuple(self.problems),
         )
 
     def _match_variable(self, target: StoredVariable) -> None:

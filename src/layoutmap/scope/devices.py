@@ -120,7 +120,7 @@ def simulate_devices(number: int, engine: str | None = None) -> None:
         raise MeshError(
             f"{shorten_repr(number)} devices cannot be simulated",
             why="a mesh has one device or more",
-            fix="pass a whole number, as in simulate_devices(8)",
+            fix="pass an integer, as in simulate_devices(8)",
         )
     get_engine(choose_engine_name() if engine is None else engine).simulate_devices(wanted)
 

@@ -176,7 +176,7 @@ def _get_init_function(tx: Any) -> Any:
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return tx.init
     raise ScopeError(
-        "tx is not an optimizer",
+        "tx= is not an optimizer",
         why=f"it is {describe_type(tx)}, and has no init and update",
         fix="pass an optimizer of optax, as in optax.adamw(1e-3); to shard an existing state, call "
         "apply_optimizer; optimizers of Keras and torch need neither call, because their slots are sharded "

@@ -48,7 +48,7 @@ def check_model_library(model: object, library: str) -> None:
 
 _LIBRARY_OF_PACKAGE = {"keras": "keras", "torch": "torch", "jax": "jax", "flax": "jax", "equinox": "jax"}
 """The model library that a package belongs to."""
-_MOST_NAMES = 200
+_MAX_SEARCHED_NAMES = 200
 
 
 def find_libraries_named_in_code(function: object) -> set[str]:
@@ -57,7 +57,7 @@ def find_libraries_named_in_code(function: object) -> set[str]:
     The code of functions that it names is searched, too. A class belongs to the libraries of its base classes.
     """
     libraries, seen, queue = set[str](), dict[int, object](), [function]
-    while queue and len(seen) < _MOST_NAMES:
+    while queue and len(seen) < _MAX_SEARCHED_NAMES:
         value = queue.pop()
         while isinstance(value, functools.partial):
             value = value.func

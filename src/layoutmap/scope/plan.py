@@ -407,10 +407,10 @@ def _convert_result_to_plan(function: Callable[P, PlanTable]) -> Callable[P, Pla
     """Wrap a function that returns a plan table so that it returns a `Plan`."""
 
     @wraps(function)
-    def call_and_convert(*args: P.args, **options: P.kwargs) -> Plan:
+    def call_and_convert_plan(*args: P.args, **options: P.kwargs) -> Plan:
         return Plan.from_table(function(*args, **options))
 
-    return call_and_convert
+    return call_and_convert_plan
 
 
 make_plan = _convert_result_to_plan(make_plan_table)

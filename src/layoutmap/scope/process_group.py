@@ -21,8 +21,8 @@ from layoutmap.engines.agreement import (
     call_and_share_errors,
     check_same_texts,
     compare_texts,
-    describe_text_difference,
     find_first_difference,
+    format_text_difference,
     gather_texts,
     make_process_facts,
 )
@@ -143,7 +143,7 @@ def check_same_plans(
     same = "no difference" if orders[0] == orders[other] else f"{orders[0]}\n{orders[other]}"
     what = f"process {other} has a different plan from process 0"
     raise PlanError(
-        what if name == "plan" else describe_text_difference(name, texts),
+        what if name == "plan" else format_text_difference(name, texts),
         facts={f"from process 0 to {other}": str(difference) if difference else same},
         why="each process holds a part of one model, so all must build the same model with the same rules",
         fix="use the same layout map, library releases, and model in all processes",

@@ -11,7 +11,6 @@ The laws use `scope`, `build`, `plan`, `apply`, the adapter protocol, numpy, and
 need 8 devices.
 """
 
-# ruff: noqa: SIM300
 from __future__ import annotations
 
 import contextlib

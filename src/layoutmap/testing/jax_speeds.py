@@ -76,7 +76,7 @@ def _get_memory_stats() -> Mapping[str, int]:
     return jax.local_devices()[0].memory_stats() or {}
 
 
-def describe_devices() -> dict[str, str]:
+def make_device_facts() -> dict[str, str]:
     """Return a dict of facts about the devices for a report: their kind and, for TPUs, coordinates and slices."""
     devices = jax.devices()
     facts = {"kind": ", ".join(sorted({device.device_kind for device in devices}))}

@@ -34,7 +34,7 @@ from layoutmap.testing.stack import LayerStack
 from layoutmap.testing.subjects import make_cpu_environment, make_launcher_environments
 
 _WIDTH = 120  # width of all layers, which most numbers of devices divide
-_SECONDS = 120.0
+_MAX_SECONDS = 120.0
 
 
 def try_killed_save_law(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
@@ -80,14 +80,15 @@ def start_processes(command: Sequence[str], folder: Path, count: int = 1) -> lis
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}"
     }
     options: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    before, deadline = {*os.listdir(folder)}, time.monotonic() + _SECONDS
+    before, deadline = {*os.listdir(folder)}, time.monotonic() + _MAX_SECONDS
     processes = [
         subprocess.Popen(command, env=environment | own, **options)
         for own in make_launcher_environments(count)
     ]
     while {*os.listdir(folder)} == before and time.monotonic() < deadline:
         if any(process.poll() is not None for process in processes):
-            raise AssertionError([process.communicate()[1][-3000:] for process in processes])
+            errors = "\n".join(process.communicate()[1][-3000:] for process in processes)
+            raise AssertionError(f"a saving program ended before its first write to {folder}:\n{errors}")
         time.sleep(0.002)
     return processes
 

@@ -29,27 +29,27 @@ _MAX_FLOAT32_ERROR = 1e-5
 
 
 @contextmanager
-def allow_tf32(engine: str, mesh: Mesh) -> Iterator[bool]:
+def allow_tf32_temporarily(engine: str, mesh: Mesh) -> Iterator[bool]:
     """Allow TF32 until the block ends, and forbid it then. Yield whether the devices use TF32 for products."""
     setting = f"import {engine}\n{ALLOW_TF32[engine]}"
     exec(setting.format(True))
     try:
-        yield describe_product_precision(partial(_multiply_on_mesh, engine, mesh)) != _FLOAT32
+        yield format_product_precision(partial(_multiply_on_mesh, engine, mesh)) != _FLOAT32
     finally:
         exec(setting.format(False))
 
 
-def describe_tf32(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]:
+def make_tf32_facts(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, str]:
     """Return facts about float32 products for a report. TF32 is forbidden afterwards, unless devices are simulated."""
     has_tf32 = False
     if not simulated:
-        with allow_tf32(engine, mesh) as has_tf32:
+        with allow_tf32_temporarily(engine, mesh) as has_tf32:
             pass
-    description = describe_product_precision(partial(_multiply_on_mesh, engine, mesh))
+    description = format_product_precision(partial(_multiply_on_mesh, engine, mesh))
     return {"float32 products": description, "TF32": "tried, too" if has_tf32 else "not on these devices"}
 
 
-def describe_product_precision(multiply: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
+def format_product_precision(multiply: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
     """Return a text that tells whether float32 products are rounded to float32, or to TF32 or bfloat16."""
     a, b = np.random.default_rng(0).normal(size=(2, 128, 128)).astype("float32")
     exact = a.astype("float64") @ b.astype("float64")

@@ -97,7 +97,7 @@ class Schedule:
         The first process chooses the cases, and when to stop.
         """
         deadline = time.monotonic() + self.seconds
-        with self._start_worker(self.subjects[0], quick=True) as process:
+        with self._run_worker_temporarily(self.subjects[0], quick=True) as process:
             for seed in itertools.count(self.seed):
                 for process.subject in self.subjects:
                     is_over = time.monotonic() >= deadline or seed - self.seed == self.count
@@ -108,7 +108,7 @@ class Schedule:
     def _try_cases_in_worker(self) -> None:
         try:
             while subject := self._choose_next_subject():
-                with self._start_worker(subject, quick=True) as process:
+                with self._run_worker_temporarily(subject, quick=True) as process:
                     for _ in range(CASES_PER_PROCESS):
                         if process.has_ended or (seed := self._take_next_seed(subject)) is None:
                             break
@@ -129,7 +129,9 @@ class Schedule:
             # Try all laws up to the last failed one again, because laws share models. If the process ended early,
             # or no case could be drawn, the last result is of no law in LAWS. Then try all laws again.
             laws = [result.outcome.law for result in results[:num_laws]]
-            with self._start_worker(subject, quick=False, laws=laws if laws[-1] in LAWS else ()) as slow:
+            with self._run_worker_temporarily(
+                subject, quick=False, laws=laws if laws[-1] in LAWS else ()
+            ) as slow:
                 results = [*slow.send_case_and_read_results(seed, self._deadline), *results[num_laws:]]
         if (engine := get_subject(subject).engine) not in self.devices:  # no process could start the engine
             self._stopped.add(engine)
@@ -159,7 +161,7 @@ class Schedule:
             return self.seed + self.num_begun[subject] - 1
 
     @contextlib.contextmanager
-    def _start_worker(
+    def _run_worker_temporarily(
         self, subject: str, *, quick: bool, laws: Sequence[str] = ()
     ) -> Iterator[_WorkerProcess]:
         process = _WorkerProcess(self, subject, quick=quick, laws=laws or self.laws)

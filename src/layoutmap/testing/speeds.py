@@ -49,7 +49,7 @@ def import_speed_module(engine: str) -> Any:
         raise EngineError(
             f"the speed of {engine}'s devices cannot be measured",
             facts={"measured": ", ".join(_SPEEDS)},
-            why=f"the compiler of {engine} chooses transfers between devices, and no call runs a certain collective",
+            why=f"the compiler of {engine} chooses the collectives, so no call can run the collective to be measured",
             fix=f"measure the same devices with {' or '.join(_SPEEDS)}",
         )
     return importlib.import_module(_SPEEDS[engine])
@@ -122,12 +122,12 @@ _MEASUREMENTS: Mapping[str, Callable[[str, str], Iterator[dict[str, Any]]]] = {
 }
 
 
-def describe_hosts(engine: str, group: MeshProcesses) -> dict[str, str]:
+def make_host_facts(engine: str, group: MeshProcesses) -> dict[str, str]:
     """Return facts about processes, hosts, and devices for a report."""
     hosts = group.gather_text(str(zlib.crc32(socket.gethostname().encode())))
     counts = sorted({len(devices) for devices in group.devices_by_process})
     facts = {"processes": str(group.num_processes), "devices of each": " or ".join(map(str, counts))}
     facts["hosts"] = str(len(set(hosts)))
     with suppress(EngineError):
-        facts |= import_speed_module(engine).describe_devices()
+        facts |= import_speed_module(engine).make_device_facts()
     return facts

@@ -30,7 +30,7 @@ __all__ = ["layout_maps", "layouts", "meshes", "paths", "patterns", "plans", "sh
 
 _DIM_NAMES = ("batch", "model", "x", "y", "stage", "expert")
 _PARTS = ("encoder", "decoder", "blocks", "attn", "mlp", "up", "query", "kernel", "bias", "embeddings")
-_MOST_DEVICES = 64  # enough for every kind of layout, but few enough to iterate over quickly
+_MAX_DEVICES = 64  # enough for every kind of layout, but few enough to iterate over quickly
 
 _EVEN_POLICIES: tuple[Uneven, ...] = ("error", "replicate", "shrink")
 
@@ -52,7 +52,7 @@ def meshes(
     names = draw(st.lists(st.sampled_from(_DIM_NAMES), min_size=min_dims, max_size=max_dims, unique=True))
     dims: list[tuple[str, int]] = []
     for name in names:
-        limit = _MOST_DEVICES // math.prod(size for _, size in dims)
+        limit = _MAX_DEVICES // math.prod(size for _, size in dims)
         dims.append((name, draw(st.integers(1, min(max_size, limit)))))
     mesh_name = draw(st.sampled_from(["", "m", "train_mesh"]))
     size = math.prod(size for _, size in dims)

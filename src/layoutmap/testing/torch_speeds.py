@@ -71,7 +71,7 @@ def make_peak_bytes_reader() -> Callable[[], int | None]:
     return torch.cuda.max_memory_allocated
 
 
-def describe_devices() -> dict[str, str]:
+def make_device_facts() -> dict[str, str]:
     """Return a dict with the kind of the devices of this process for a report."""
     device = _get_device()
     return {"kind": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"}

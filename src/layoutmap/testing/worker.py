@@ -30,8 +30,8 @@ from layoutmap.testing.killed_saves import try_killed_save_law
 from layoutmap.testing.laws import PRECISIONS, Outcome, find_missing_package, ignore_warnings, try_laws
 from layoutmap.testing.models import EIGHT, Devices
 from layoutmap.testing.models.cases import Case
-from layoutmap.testing.products import describe_tf32
-from layoutmap.testing.speeds import describe_hosts, measure_speeds
+from layoutmap.testing.products import make_tf32_facts
+from layoutmap.testing.speeds import make_host_facts, measure_speeds
 from layoutmap.testing.subjects import WITHOUT_MODELS, get_subject
 
 _TRIES = {
@@ -102,8 +102,8 @@ def main(arguments: list[str]) -> int:
             f"the mesh {mesh} needs {Mesh(None, mesh).size} devices, but {engine} has {len(names)}"
         )
     group = MeshProcesses(get_engine(engine), all_devices := Mesh(names, {"all": len(names)}))
-    facts = describe_hosts(engine, group)
-    facts |= describe_tf32(engine, all_devices, simulated=int(num_simulated) > 0)
+    facts = make_host_facts(engine, group)
+    facts |= make_tf32_facts(engine, all_devices, simulated=int(num_simulated) > 0)
     output.write(f"{json.dumps({'devices': names, 'facts': facts})}\n")
     # Only the first process has an input, so it reads each line for all processes.
     while line := group.run_in_first_process(lambda: [sys.stdin.readline()])[0]:

@@ -258,9 +258,9 @@ def test_figures_are_those_of_a_dim_of_the_batch(tmp_path):
         ({"keep": ["up"]}, "search: keep='up' is not a rule of start"),
         ({"start": {"up": ("model",)}}, "search: start={'up': ('model',)} is not a layout map"),
         ({"inputs": None}, "search: there are no inputs"),
-        ({"tries": 0}, "search: tries=0 is not a positive whole number"),
-        ({"tries": -1}, "search: tries=-1 is not a positive whole number"),
-        ({"tries": 1.5}, "search: tries=1.5 is not a positive whole number"),
+        ({"tries": 0}, "search: tries=0 is not a positive integer"),
+        ({"tries": -1}, "search: tries=-1 is not a positive integer"),
+        ({"tries": 1.5}, "search: tries=1.5 is not a positive integer"),
         ({"on": "h100"}, "search: on='h100' has no number of devices"),
         (
             {"make_model": lambda: Module(nnx.Rngs(0)), "library": "jax", "optimizer": "adamw"},

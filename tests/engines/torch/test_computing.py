@@ -24,7 +24,7 @@ from layoutmap.core.errors import EngineError, LayoutMapWarning
 from layoutmap.core.layout import Layout
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import gathered
-from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops
+from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops_temporarily
 from layoutmap.engines.torch.engine import engine
 from layoutmap.engines.torch.modes import list_function_modes
 from layoutmap.engines.torch.placing import redistribute_if_needed
@@ -52,7 +52,7 @@ def test_plain_tensors_are_left_alone():
     native, _ = engine().make_native_layout(Layout.replicated(MESH, 0), 0)
     expected = F.mse_loss(F.dropout(x, 0.0), x * 2)
 
-    with enable_dtensor_ops(native):
+    with enable_dtensor_ops_temporarily(native):
         inside = F.mse_loss(F.dropout(x, 0.0), x * 2)
 
     assert type(inside) is torch.Tensor
@@ -63,8 +63,8 @@ def test_the_scope_opens_inside_itself():
     """The scope can be opened in itself, and an exception closes it."""
     native, _ = engine().make_native_layout(Layout.replicated(MESH, 0), 0)
     x, y = place(torch.ones(8, 6), "batch", None), torch.ones(6)
-    with run_on(), enable_dtensor_ops(native):
-        with contextlib.suppress(ZeroDivisionError), enable_dtensor_ops(native):
+    with run_on(), enable_dtensor_ops_temporarily(native):
+        with contextlib.suppress(ZeroDivisionError), enable_dtensor_ops_temporarily(native):
             raise ZeroDivisionError
         inside = x + y
 

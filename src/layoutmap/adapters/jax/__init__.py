@@ -19,7 +19,7 @@ from layoutmap.adapters.jax.inspecting import describe_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
-from layoutmap.adapters.jax.training import TrainState, replace_arrays, train_with, unwrap_and_split
+from layoutmap.adapters.jax.training import TrainState, replace_arrays, train_with, unwrap_and_split_model
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.protocol import Adapter, SavedOptimizer, ScopeContext, StoredVariable
 from layoutmap.core.arguments import describe_type
@@ -28,7 +28,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.ambient import leave_ambient_mesh, make_one_device_mesh
+from layoutmap.engines.jax.ambient import make_one_device_mesh, suspend_ambient_mesh
 from layoutmap.engines.jax.padded import PaddedArray, explain_why_padding_is_impossible
 
 __all__ = ["JaxAdapter", "TrainState", "make_adapter", "train_with"]
@@ -58,7 +58,7 @@ class JaxAdapter(Adapter):
         return variable.no_padding or explain_why_padding_is_impossible(variable, layout)
 
     def make_session(self, context: ScopeContext) -> JaxSession:
-        """Return a session for one scope."""
+        """Return a session, which builds or shards the models of one scope."""
         return JaxSession(context)
 
     def preserve_random_states(self) -> AbstractContextManager[None]:
@@ -97,13 +97,13 @@ class JaxAdapter(Adapter):
 
     def variables(self, model: object) -> dict[str, Variable]:
         """Return a dict from paths to the arrays of a model and its optimizer's state, in a fixed order."""
-        leaves = unwrap_and_split(model).leaves
+        leaves = unwrap_and_split_model(model).leaves
         values = [leaf.value for leaf in leaves]
         found: dict[str, Variable] = {}
         for number, leaf in enumerate(leaves):
 
             def replace_array(value: object, number: int = number) -> None:
-                current = [leaf.value for leaf in unwrap_and_split(model).leaves]
+                current = [leaf.value for leaf in unwrap_and_split_model(model).leaves]
                 replace_arrays(model, [*current[:number], value, *current[number + 1 :]])
 
             found[leaf.path] = Variable(leaf.path, values[number], replace_array)
@@ -135,19 +135,19 @@ class JaxAdapter(Adapter):
 
     def forward(self, model: object, batch: object) -> object:
         """Return a model's inference outputs for a batch, as numpy arrays that are nested like the outputs."""
-        with leave_ambient_mesh():
-            return _convert_outputs_to_numpy(_require_train_state(model).steps.compute_outputs(batch))
+        with suspend_ambient_mesh():
+            return _convert_outputs_to_numpy(_require_train_with_result(model).steps.compute_outputs(batch))
 
     def gradients(self, model: object, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """Return two dicts for a batch: one with its loss, and one from the path of each weight to its gradient."""
-        with leave_ambient_mesh():
-            loss, gradients = _require_train_state(model).steps.compute_gradients(batch)
+        with suspend_ambient_mesh():
+            loss, gradients = _require_train_with_result(model).steps.compute_gradients(batch)
         return {"loss": float(loss)}, _convert_outputs_to_numpy(gradients)
 
     def train_step(self, model: object, batch: object) -> dict[str, float]:
         """Run one step of the optimizer that was passed to `train_with`, and return the loss before the step."""
-        with leave_ambient_mesh():
-            return {"loss": float(_require_train_state(model).steps.run_optimizer_step(batch))}
+        with suspend_ambient_mesh():
+            return {"loss": float(_require_train_with_result(model).steps.run_training_step(batch))}
 
     def list_stored_variables(
         self, model: object, optimizer: object = None, saved: SavedOptimizer | None = None
@@ -175,7 +175,7 @@ class JaxAdapter(Adapter):
         random_states.restore_python_and_numpy_states(settings["random"])
 
 
-def _require_train_state(model: object) -> TrainState:
+def _require_train_with_result(model: object) -> TrainState:
     if isinstance(model, TrainState):
         return model
     raise ScopeError(

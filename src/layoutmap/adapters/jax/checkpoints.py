@@ -18,7 +18,12 @@ from layoutmap.adapters.jax.optimizers import describe_weights, get_parameter_tr
 from layoutmap.adapters.jax.pytrees import flatten_with_paths
 from layoutmap.adapters.jax.slots import OptimizerLeaf, PathParts, describe_slots
 from layoutmap.adapters.jax.tracing import is_array, is_random_key
-from layoutmap.adapters.jax.training import TrainState, replace_arrays, unwrap_and_split, unwrap_train_state
+from layoutmap.adapters.jax.training import (
+    TrainState,
+    replace_arrays,
+    unwrap_and_split_model,
+    unwrap_train_state,
+)
 from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
@@ -39,7 +44,7 @@ def list_stored_arrays(
     """List the arrays that a checkpoint of a model and its optimizer's state contains, each with its description."""
     check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
     found: list[StoredVariable] = []
-    for leaf in unwrap_and_split(model).leaves:
+    for leaf in unwrap_and_split_model(model).leaves:
         array = _get_random_key_numbers(leaf.value)
         shape, dtype, memory = tuple(array.shape), array.dtype.name, find_memory_kind(array)
         spec = VariableSpec(leaf.path, shape, dtype, leaf.kind, leaf.aliases, memory=memory)
@@ -83,7 +88,7 @@ def restore_arrays(
     state = _get_optimizer_state(model, optimizer, allow_shapes=True)
     module = unwrap_train_state(model)
     tree = sys.modules["flax.nnx"].state(module) if is_nnx_module(module) else None
-    leaves = [(leaf.path, leaf.value) for leaf in unwrap_and_split(model).leaves]
+    leaves = [(leaf.path, leaf.value) for leaf in unwrap_and_split_model(model).leaves]
     slots = [(spec.path, leaf) for spec, leaf in _list_slots(model, optimizer, state)]
     likes = {path: _make_array_converter(value) for path, value in leaves + slots}
     holders = dict(
@@ -108,7 +113,7 @@ def restore_arrays(
             new[path] = value
         del array, value
     if any(path in new for path in paths[0]):
-        values = [new.get(leaf.path, leaf.value) for leaf in unwrap_and_split(model).leaves]
+        values = [new.get(leaf.path, leaf.value) for leaf in unwrap_and_split_model(model).leaves]
         model = replace_arrays(model, values)
     state = _replace_arrays_by_path(state, paths[1], new)
     if optimizer is not None:

@@ -42,7 +42,7 @@ class ArrayAttribute:
     path: Keys
 
     def assign_arrays(self, arrays: Mapping[Keys, object]) -> None:
-        """Replace arrays of the attribute by those in `arrays`, a dict from path parts. Other arrays stay."""
+        """Replace arrays of this attribute by those in `arrays`, a dict from path, as a tuple, to new array."""
         owner = self.owner()
 
         def replace_leaf(keys: Sequence[object], value: object) -> object:

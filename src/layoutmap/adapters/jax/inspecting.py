@@ -14,7 +14,7 @@ from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_optimizer
 from layoutmap.adapters.jax.optimizers import describe_weights
 from layoutmap.adapters.jax.pytrees import flatten_with_paths, format_key
 from layoutmap.adapters.jax.slots import OptimizerLeaf, PathParts, describe_slots
-from layoutmap.adapters.jax.training import TrainState, unwrap_and_split, unwrap_train_state
+from layoutmap.adapters.jax.training import TrainState, unwrap_and_split_model, unwrap_train_state
 from layoutmap.adapters.protocol import StoredVariable
 from layoutmap.core.variables import Kind, VariableSpec
 
@@ -24,7 +24,7 @@ _STATE = "opt_state"
 def describe_arrays(model: Any, optimizer: object = None) -> list[StoredVariable]:
     """Return a model's arrays as variables of a plan, followed by the arrays of its optimizer's state as slots."""
     check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
-    parts = unwrap_and_split(model)
+    parts = unwrap_and_split_model(model)
     specs = parts.specs
     order = parts.order or range(len(specs))
     found = [StoredVariable(specs[n], parts.leaves[n].value) for n in order]

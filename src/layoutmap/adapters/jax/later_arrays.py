@@ -45,13 +45,13 @@ def describe_arrays_created_after_build(
             )
         parts: Any = None
 
-        def create_and_split(make: Callable[[], object] = make) -> tuple[object, Sequence[object]]:
+        def create_and_split_arrays(make: Callable[[], object] = make) -> tuple[object, Sequence[object]]:
             nonlocal parts
             made = build_without_sharding_annotations(make, lambda made: made)
             parts = split_model(made)
             return made, [leaf.value for leaf in parts.leaves]
 
-        trace_build_function(create_and_split, make_abstract_mesh(mesh))
+        trace_build_function(create_and_split_arrays, make_abstract_mesh(mesh))
         for spec in parts.specs:
             path, *aliases = (f"{name}.{each}".rstrip(".") for each in (spec.path, *spec.aliases))
             found.append(replace(spec, path=path, aliases=tuple(aliases), kind=Kind.LATER))

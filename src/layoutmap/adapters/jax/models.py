@@ -56,7 +56,7 @@ def build_without_sharding_annotations(make: Callable[[], object], get_model: Ca
         return make()
     from layoutmap.adapters.jax import nnx
 
-    with nnx.disable_sharding_annotations():
+    with nnx.suspend_sharding_annotations():
         made = make()
     if is_nnx_module(model := get_model(made)):
         nnx.restore_eager_sharding(model)

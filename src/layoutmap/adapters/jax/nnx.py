@@ -194,14 +194,14 @@ def report_calls_to_tracer(model: nnx.Module, tracer: StepTracer) -> None:
 
 
 @contextmanager
-def disable_sharding_annotations() -> Generator[None]:
+def suspend_sharding_annotations() -> Generator[None]:
     """Disable the sharding annotations of Variables that are created until the block ends."""
     with nnx.use_eager_sharding(_EAGER_SHARDING_OFF):
         yield
 
 
 def restore_eager_sharding(model: nnx.Module) -> None:
-    """Give Variables from a block of `disable_sharding_annotations` nnx's current setting of `eager_sharding` again."""
+    """Set `eager_sharding` to nnx's setting in Variables that were created in `suspend_sharding_annotations`."""
     for _, node in [*nnx.iter_graph(model)]:
         if isinstance(node, nnx.Variable) and type(node.get_metadata("eager_sharding")) is int:
             node.set_metadata("eager_sharding", nnx.using_eager_sharding())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from layoutmap.adapters.jax.nnx_types import is_nnx_variable
-from layoutmap.adapters.jax.outputs import InputLeaf
+from layoutmap.adapters.jax.outputs import ArgumentLeaf
 from layoutmap.adapters.jax.private import find_value_descriptor
 from layoutmap.adapters.jax.pytrees import format_key
 from layoutmap.core.errors import ScopeError, join_names
@@ -171,7 +171,7 @@ def rebuild_nnx_objects(structure: Any, leaves: Sequence[object]) -> Sequence[ob
 
 
 def find_arrays_to_write_back(
-    structure: object, nodes: Sequence[object], old_arrays: Sequence[object], inputs: Sequence[InputLeaf]
+    structure: object, nodes: Sequence[object], old_arrays: Sequence[object], inputs: Sequence[ArgumentLeaf]
 ) -> dict[int, object]:
     """Return a dict from leaf positions to new arrays of objects: those that a step replaced, and all donated ones.
 

@@ -25,7 +25,7 @@ from layoutmap.engines.jax.padded import (
     wrap_padded_array,
     wrap_to_take_stored_arrays,
 )
-from layoutmap.engines.jax.programs import leave_program_context
+from layoutmap.engines.jax.programs import suspend_program_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def describe_optimizer_variables(init: Callable[[object], object], params: objec
     """
     weights, layouts = describe_weights(params)
     try:
-        with leave_program_context(), use_mesh(_find_parameter_mesh(params)):
+        with suspend_program_context(), use_mesh(_find_parameter_mesh(params)):
             state = jax.eval_shape(init, replace_padded_arrays_by_shapes(params))
     except jax.errors.ConcretizationTypeError as error:
         raise ScopeError(
@@ -112,7 +112,7 @@ def create_sharded_optimizer_state(
     # use the mesh of the parameters, because an equal mesh in the layouts may have different axis types
     if isinstance(mesh, jax.sharding.Mesh):
         shardings = [NamedSharding(mesh, each.spec, memory_kind=each.memory_kind) for each in shardings]
-    with leave_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
+    with suspend_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
         leaves, tree = jax.tree.flatten(jax.eval_shape(init, replace_padded_arrays_by_shapes(params)))
         padded = [layout.pad_shape(leaf.shape) for layout, leaf in zip(layouts, leaves, strict=True)]
         run, arguments = wrap_to_take_stored_arrays(init, params)

@@ -21,7 +21,7 @@ _REORDERING = frozenset(("conv_general_dilated", "dot_general", "gather", "trans
 
 
 @dataclass(frozen=True, slots=True)
-class InputLeaf:
+class ArgumentLeaf:
     """Describe a leaf of a step's arguments.
 
     Args:
@@ -42,7 +42,7 @@ class InputLeaf:
 def choose_result_shardings(
     results: object,
     jaxpr: Jaxpr,
-    inputs: Sequence[InputLeaf],
+    inputs: Sequence[ArgumentLeaf],
     arguments: Sequence[Subtree],
 ) -> list[object]:
     """Return a list with the sharding of each result that replaces an argument, and `None` for each other result.
@@ -132,7 +132,7 @@ def _get_shape(var: Var | Literal) -> object:
 
 
 def _check_donated_shapes(
-    inputs: Sequence[InputLeaf], tree: Tree, results: Sequence[Subtree], shapes: Sequence[tuple[int, ...]]
+    inputs: Sequence[ArgumentLeaf], tree: Tree, results: Sequence[Subtree], shapes: Sequence[tuple[int, ...]]
 ) -> None:
     """Raise if a result with the tree structure of a donated argument has arrays of different shapes."""
     for start in [start for each, start in results if each == tree and tree.num_leaves > 1]:

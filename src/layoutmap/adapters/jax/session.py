@@ -17,7 +17,12 @@ from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_or_hidden_arr
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
 from layoutmap.adapters.jax.pytrees import ModelLeaf, SplitModel
 from layoutmap.adapters.jax.tracing import TracedArray, is_random_key, trace_build_function
-from layoutmap.adapters.jax.training import TrainState, replace_arrays, unwrap_and_split, unwrap_train_state
+from layoutmap.adapters.jax.training import (
+    TrainState,
+    replace_arrays,
+    unwrap_and_split_model,
+    unwrap_train_state,
+)
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
@@ -59,36 +64,38 @@ class JaxSession:
         """Build a model with its arrays in their layouts. For a plan, build it with shapes instead of arrays."""
         parts: Any = None
 
-        def build_and_split() -> tuple[object, Sequence[object]]:
+        def build_and_split_model() -> tuple[object, Sequence[object]]:
             nonlocal parts
             model = build_without_sharding_annotations(make_model, unwrap_train_state)
             check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
-            parts = unwrap_and_split(model)
+            parts = unwrap_and_split_model(model)
             return model, [leaf.value for leaf in parts.leaves]
 
-        model, arrays = trace_build_function(build_and_split, make_abstract_mesh(self._context.policy.mesh))
+        model, arrays = trace_build_function(
+            build_and_split_model, make_abstract_mesh(self._context.policy.mesh)
+        )
         assignments = self._assign_layouts(model, parts, arrays)
         if self._context.plan_only:
             shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-            return self._constrain_outputs_and_record(model, parts.rebuild_model(shapes))
-        return self._constrain_outputs_and_record(
+            return self._constrain_outputs_and_record_context(model, parts.rebuild_model(shapes))
+        return self._constrain_outputs_and_record_context(
             model, parts.rebuild_model(self._compute_or_relayout_arrays(assignments, arrays))
         )
 
-    def _constrain_outputs_and_record(self, result: object, model: object) -> object:
+    def _constrain_outputs_and_record_context(self, built: object, model: object) -> object:
         """Make a model apply activation rules, and record its scope. Return the model, or its `TrainState`."""
         if not self._context.plan_only:
             constrain_outputs(model, self._context.policy)
-        if isinstance(result, TrainState):
-            result.model, result.policy = model, self._context.policy
-            model = result
+        if isinstance(built, TrainState):
+            built.model, built.policy = model, self._context.policy
+            model = built
         self._record_context(model)
         return model
 
     def shard_model(self, model: object) -> object:
         """Shard an existing model. A module stays the same object, and a pytree is replaced by a new one."""
         check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
-        parts = unwrap_and_split(model)
+        parts = unwrap_and_split_model(model)
         arrays = [leaf.value for leaf in parts.leaves]
         for leaf in parts.leaves:
             if isinstance(leaf.value, jax.core.Tracer):

@@ -74,7 +74,7 @@ class StepOptions:
     def _find_positions_and_names(
         self, positions: int | Sequence[int], names: str | Sequence[str] = ()
     ) -> frozenset[ArgumentKey]:
-        """Return the positions and the names of arguments that are given by either. The signature tells the other."""
+        """Return both the position and the name of each argument in `positions` or `names`, by the signature."""
         known = self.parameters
         at = [n + len(known) if n < 0 else n for n in _make_tuple(positions)]
         named = {names} if isinstance(names, str) else {*names}

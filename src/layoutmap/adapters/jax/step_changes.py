@@ -24,12 +24,12 @@ class CompiledArguments(NamedTuple):
     static: Sequence[tuple[str, object]]
 
 
-def describe_first_difference(before: CompiledArguments, after: CompiledArguments) -> str:
+def format_first_difference(before: CompiledArguments, after: CompiledArguments) -> str:
     """Return the first difference between the arguments of two compilations as text.
 
     Example:
         >>> first = CompiledArguments(["x"], [((3,), "float32")], [None], [])
-        >>> describe_first_difference(first, first._replace(types=[((4,), "float32")]))
+        >>> format_first_difference(first, first._replace(types=[((4,), "float32")]))
         'x: shape (3,) -> (4,)'
     """
     for (name, value), (other, new) in zip(before.static, after.static, strict=False):

@@ -29,7 +29,7 @@ from layoutmap.adapters.jax.later_arrays import (
 from layoutmap.adapters.jax.microbatches import find_microbatches_of_consecutive_rows
 from layoutmap.adapters.jax.nnx_types import is_nnx_object, is_nnx_optimizer
 from layoutmap.adapters.jax.objects import find_arrays_to_write_back, rebuild_nnx_objects
-from layoutmap.adapters.jax.outputs import InputLeaf, Subtree, Tree, choose_result_shardings
+from layoutmap.adapters.jax.outputs import ArgumentLeaf, Subtree, Tree, choose_result_shardings
 from layoutmap.adapters.jax.private import are_equal_types_and_shardings, has_private_sharding
 from layoutmap.adapters.jax.pytrees import flatten_with_paths
 from layoutmap.adapters.jax.step_arguments import (
@@ -52,7 +52,7 @@ from layoutmap.core.specs import count_batch_shards, format_batch_dim, list_batc
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_same_program
-from layoutmap.engines.jax.ambient import leave_ambient_mesh, use_mesh
+from layoutmap.engines.jax.ambient import suspend_ambient_mesh, use_mesh
 from layoutmap.engines.jax.padded import (
     Shape,
     compute_padded_shape,
@@ -79,7 +79,7 @@ def allow_tracing() -> Iterator[None]:
     """Return a context in which JAX may trace programs, and in which the mesh of `jax.set_mesh` is not set."""
     token = _MAY_TRACE.set(True)
     try:
-        with leave_ambient_mesh():
+        with suspend_ambient_mesh():
             yield
     finally:
         _MAY_TRACE.reset(token)
@@ -248,12 +248,12 @@ class StepPrograms:
         signature = call.variant, avals, tuple(shardings), by_jit
         if signature not in self.by_signature:
             with_layouts = {owner for n, owner in enumerate(owners) if n not in off_mesh}
-            inputs = list[InputLeaf]()
+            inputs = list[ArgumentLeaf]()
             logical = dict(call.variant.padded)
             for n, (name, owner, shape) in enumerate(zip(names, owners, shapes, strict=True)):
                 is_donated = call.variant.keys[owner] in self._options.donate
                 kept = shardings[n] if is_donated or owner in with_layouts else None
-                inputs.append(InputLeaf(name, logical.get(n) or shape.shape, kept, is_donated))
+                inputs.append(ArgumentLeaf(name, logical.get(n) or shape.shape, kept, is_donated))
             program = self._compile_program(call, inputs, owners, shardings, shapes, native_mesh)
             if any(
                 s.shape and (off_mesh.get(n) or (n in off_mesh and s.size > _MAX_NON_BATCH))
@@ -275,7 +275,7 @@ class StepPrograms:
     def _compile_program(
         self,
         call: StepCall,
-        inputs: Sequence[InputLeaf],
+        inputs: Sequence[ArgumentLeaf],
         owners: Sequence[int],
         shardings: Sequence[NamedSharding],
         shapes: Sequence[jax.ShapeDtypeStruct],
@@ -370,7 +370,7 @@ class StepPrograms:
         return program
 
     def _warn_of_microbatches_of_consecutive_rows(
-        self, jaxpr: Jaxpr, inputs: Sequence[InputLeaf], shardings: Sequence[NamedSharding]
+        self, jaxpr: Jaxpr, inputs: Sequence[ArgumentLeaf], shardings: Sequence[NamedSharding]
     ) -> None:
         """Warn if a scan iterates over microbatches of consecutive rows, which few devices store."""
         sizes = shardings[0].mesh.shape if shardings else {}
@@ -551,7 +551,8 @@ class StepPrograms:
         if idle:  # lower only if a dim may be idle, because it takes time
             with allow_tracing():
                 lines = program.compiled.lower(*program.make_arguments(shapes)).as_text().splitlines()
-            # Shardy writes the names of used dims. GSPMD writes only device numbers, so do not warn with GSPMD.
+            # The lowered program of Shardy contains the names of the dims that it uses. That of GSPMD has only device
+            # numbers, so no dim is known to be idle: do not warn.
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
         if idle:

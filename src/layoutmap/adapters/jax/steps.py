@@ -19,7 +19,7 @@ from layoutmap.adapters.jax.step_arguments import (
     StepOptions,
     split_arguments,
 )
-from layoutmap.adapters.jax.step_changes import CompiledArguments, describe_first_difference
+from layoutmap.adapters.jax.step_changes import CompiledArguments, format_first_difference
 from layoutmap.adapters.jax.step_programs import (
     ARRAYS,
     KnownCall,
@@ -154,7 +154,7 @@ class JitStep:
         self._reader = ArgumentReader(self._options.static)
         self._programs = StepPrograms(self._options)
         self._known_calls: list[KnownCall] = []  # earlier calls, the latest first
-        # the latest known call, if `jax.jit` itself notices that a new call differs from it
+        # The latest known call, if `jax.jit` notices different arguments itself. Then the next call is not compared.
         self._direct_call: KnownCall | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -265,7 +265,7 @@ class JitStep:
             name for name, leaf in zip(names, call.leaves, strict=True) if engine.get_layout(leaf) is None
         }
         keys = list(map(self._describe_compiled_arguments, self._programs.by_signature))
-        changes = [describe_first_difference(before, after) for before, after in pairwise(keys)]
+        changes = [format_first_difference(before, after) for before, after in pairwise(keys)]
         # Import by name, because this package must not depend on the higher package `cost`.
         return import_module("layoutmap.cost.entry").explain_step(
             self._options.name, traced, names, paths, list(map(np.shape, call.leaves)), batches, mesh, changes

@@ -30,8 +30,8 @@ from layoutmap.engines.jax.padded import PaddedArray
 from layoutmap.engines.jax.programs import (
     explain_why_sharding_changes_values,
     is_mutable_ref,
-    leave_program_context,
     make_closed_jaxpr,
+    suspend_program_context,
 )
 
 _MAX_PRECOMPUTED_SIZE = 1024
@@ -75,7 +75,7 @@ def trace_build_function(
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        with leave_program_context(), shorten_error_messages(), use_mesh(mesh):
+        with suspend_program_context(), shorten_error_messages(), use_mesh(mesh):
             closed = remove_mesh_from_program(jax.make_jaxpr(list_traced_arrays)())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
@@ -141,7 +141,7 @@ class TracedArray:
         values = self.operations.get_precomputed_values(program.inputs)
 
         def compute_global_value() -> jax.Array:
-            with leave_program_context():
+            with suspend_program_context():
                 return program.compute_array(values)
 
         by_shards = InitializerProgram(program.key, values, program.compute_array)
@@ -209,7 +209,7 @@ class TracedOperations:
         values = {var: self._consts[var] for var in self._consts if var in self._precomputed}
         made = [var for eqn in self._precomputed_eqns for var in eqn.outvars if var in self._used]
         inputs = list(values)
-        with leave_program_context():
+        with suspend_program_context():
             results = jaxpr_as_fun(make_closed_jaxpr(self._precomputed_eqns, inputs, made))(*values.values())
         return values | dict(zip(made, results, strict=True))
 

@@ -122,7 +122,7 @@ def unwrap_train_state(model: object) -> Any:
     return model.model if isinstance(model, TrainState) else model
 
 
-def unwrap_and_split(model: object) -> SplitModel:
+def unwrap_and_split_model(model: object) -> SplitModel:
     """Split a model, or the model in a `TrainState`, into its arrays and a function that rebuilds it."""
     return split_model(unwrap_train_state(model))
 
@@ -189,14 +189,15 @@ class CompiledSteps:
             }
         return loss, gradients
 
-    def run_optimizer_step(self, batch: object) -> jax.Array:
-        """Run one step of the optimizer, and return the loss before it."""
+    def run_training_step(self, batch: object) -> jax.Array:
+        """Run one training step, and return the loss before it."""
         state = self._state
         if state.optimizer is None:
             raise ScopeError(
                 f"{type(state.model).__name__}: no optimizer was passed for this model",
                 why="a JAX model does not contain its optimizer",
-                fix="pass an optimizer: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), or use steps=0",
+                fix="pass an optimizer: train_with(model, loss=.., optimizer=optax.adamw(1e-3)), "
+                "or pass steps=0 to check_parity",
             )
         weights, others = self._separate_trained_weights(self._read_arrays())
         if state.opt_state is None:

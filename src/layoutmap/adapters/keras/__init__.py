@@ -13,7 +13,7 @@ from layoutmap.adapters import random_states
 from layoutmap.adapters.keras.callback import CheckpointCallback as CheckpointCallback
 from layoutmap.adapters.keras.checkpoints import KerasCheckpointAdapter
 from layoutmap.adapters.keras.derived import find_reduced_slots
-from layoutmap.adapters.keras.hooks import install_hooks
+from layoutmap.adapters.keras.hooks import install_hooks_temporarily
 from layoutmap.adapters.keras.paths import find_variables, make_slot_path
 from layoutmap.adapters.keras.private import check_keras_support, get_global_seed_variable
 from layoutmap.adapters.keras.protocol import get_backend, get_keras_backend_name, read_global_value
@@ -58,7 +58,7 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
 
     def forbid_building_models(self, scope_library: str) -> AbstractContextManager[None]:
         """Raise for each Keras layer constructed in the block, because the scope is for a different library."""
-        return install_hooks()
+        return install_hooks_temporarily()
 
     def make_session(self, context: ScopeContext) -> Session:
         """Return a new session for a scope. Unless it only plans, make the mesh's device type Keras's default."""
@@ -88,7 +88,7 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
         """Create the variables that a first call and a training step would create, without running either."""
         session = get_session(model)
         # JAX refuses arrays on a different mesh than that of `jax.set_mesh`, also in traced calls, so leave that mesh.
-        with session.backend.leave_tracing() if session is not None else nullcontext():
+        with session.backend.suspend_tracing() if session is not None else nullcontext():
             create_missing_variables(model, _get_batch_inputs(batch))
 
     def set_optimizer(self, model: keras.Model, optimizer: keras.Optimizer) -> object:

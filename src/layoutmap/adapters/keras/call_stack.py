@@ -24,7 +24,7 @@ def is_building_layer() -> bool:
 
 
 # Some layers read a weight while they are built, so errors name the layer that reads it (decisions/0027).
-def describe_running_layer() -> str:
+def format_running_layer() -> str:
     """Describe the innermost layer with a running `build` or `call`, or return an empty text."""
     for method, layer in _iterate_running_layers():
         return f"{type(layer).__name__}.{method} of layer {layer.name!r}"

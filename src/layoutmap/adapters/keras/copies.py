@@ -30,7 +30,7 @@ _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
 
 
 # A copy can lose its layouts, so shard deep copies again, and warn of pickles and clones (decisions/0056).
-def wrap_copy_methods(layer: Any, session: KerasSession) -> dict[str, Callable[..., object]]:
+def make_copy_method_wrappers(layer: Any, session: KerasSession) -> dict[str, Callable[..., object]]:
     """Return wrappers of a layer's methods that shard deep copies, and warn of pickles and clones without layouts."""
     own_deepcopy = getattr(layer, "__deepcopy__", None)
     original_reduce, original_config = layer.__reduce_ex__, layer.get_config

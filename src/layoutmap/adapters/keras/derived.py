@@ -42,7 +42,7 @@ class Derivation:
 
 
 # Rules rarely match derived variables, so these inherit from their parent axis by axis (decisions/0020).
-def find_derivations_by_id(layers: Iterable[Any]) -> dict[int, Derivation]:
+def find_derivations_by_variable_id(layers: Iterable[Any]) -> dict[int, Derivation]:
     """Return a dict from the id of each derived variable that is known in some layers to its derivation."""
     found: dict[int, Derivation] = {}
     for layer in layers:

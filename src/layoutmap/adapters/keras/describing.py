@@ -11,7 +11,7 @@ import keras
 from layoutmap.adapters.keras.derived import (
     Derivation,
     ReducedSlot,
-    find_derivations_by_id,
+    find_derivations_by_variable_id,
     find_reduced_slots,
 )
 from layoutmap.adapters.keras.names import has_constructor_texts, renumber_names
@@ -129,7 +129,7 @@ def describe_standalone_variable(variable: Any, kind: Kind) -> DescribedVariable
 
 def describe_layer_variable(layer: object, prefix: str, variable: object) -> DescribedVariable | None:
     """Describe a variable in a layer, or return None if the layer does not contain it."""
-    entries = _describe_variables_in_layer(layer, "", prefix, find_derivations_by_id([layer]), {})
+    entries = _describe_variables_in_layer(layer, "", prefix, find_derivations_by_variable_id([layer]), {})
     return next((entry for entry in entries if entry.variable is variable), None)
 
 
@@ -173,7 +173,7 @@ def _iterate_root_layers_with_names(layers: Sequence[object]) -> Iterator[tuple[
 def _describe_variables_in_layers(layers: Sequence[object]) -> Iterator[DescribedVariable]:
     """Yield the variables of all layers with their descriptions, each variable once."""
     seen: set[int] = set()
-    derivations, uses = find_derivations_by_id(layers), find_weight_axis_roles(layers)
+    derivations, uses = find_derivations_by_variable_id(layers), find_weight_axis_roles(layers)
     for model, prefix, root in _iterate_root_layers_with_names(layers):
         for entry in _describe_variables_in_layer(root, model, prefix, derivations, uses):
             if id(entry.variable) not in seen:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.fingerprints import describe_function, describe_value
+from layoutmap.adapters.fingerprints import format_function_fingerprint, format_setting
 from layoutmap.adapters.keras.names import renumber_names
 from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import Functional
@@ -27,7 +27,7 @@ def describe_step_program(model: keras.Model, step_name: str) -> Iterator[NamedT
         if kind.__module__.startswith("keras."):
             yield from _describe_object_settings(f"{name}: ", layer)
         else:
-            yield f"{name}: call", describe_function(kind.call)
+            yield f"{name}: call", format_function_fingerprint(kind.call)
         if isinstance(layer, Functional):
             names = dict(zip(map(id, layer.operations), renumber_names(layer.operations), strict=True))
             for node in (node for nodes in layer._nodes_by_depth.values() for node in nodes):
@@ -35,10 +35,10 @@ def describe_step_program(model: keras.Model, step_name: str) -> Iterator[NamedT
                 yield f"{name}: inputs of {names[id(node.operation)]}", str(inputs)
     if step_name != "predict" and model.compiled:
         for method in (f"{step_name}_step", "compute_loss"):
-            yield method, describe_function(getattr(type(model), method))
+            yield method, format_function_fingerprint(getattr(type(model), method))
         for key, value in model._compile_config.config.items():
             if key != "optimizer" or step_name == "train":
-                yield key, type(value).__qualname__ if hasattr(value, "get_config") else describe_value(value)
+                yield key, type(value).__qualname__ if hasattr(value, "get_config") else format_setting(value)
                 yield from _describe_object_settings(f"{type(value).__name__}: ", value)
 
 
@@ -54,7 +54,7 @@ def _describe_object_settings(prefix: str, keras_object: Any) -> Iterator[NamedT
         # The config of a function has its file and line, which may differ by process, so describe the function.
         own = getattr(keras_object, key, None)
         if callable(own) and isinstance(value, dict):
-            yield f"{prefix}{key}", describe_function(own)
+            yield f"{prefix}{key}", format_function_fingerprint(own)
         # The processes compare seeds separately, so leave seeds out of the description.
         elif key not in ("name", "seed") and not isinstance(value, (dict, list)):
-            yield f"{prefix}{key}", describe_value(value)
+            yield f"{prefix}{key}", format_setting(value)

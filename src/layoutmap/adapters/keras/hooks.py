@@ -154,7 +154,7 @@ def _make_disabling_patches(methods: tuple[tuple[object, str], ...]) -> Patches:
 
 
 @contextmanager
-def install_hooks(disabled_methods: Sequence[tuple[object, str]] = ()) -> Iterator[None]:
+def install_hooks_temporarily(disabled_methods: Sequence[tuple[object, str]] = ()) -> Iterator[None]:
     """Install the hooks in Keras's classes, and disable `disabled_methods` in scopes, until the block ends.
 
     Threads and nested scopes share the hooks.

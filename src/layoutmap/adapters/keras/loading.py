@@ -67,7 +67,7 @@ def _convert_assigned_value(
     backend = get_backend(get_keras_backend_name())
     if in_stateless_scope() or backend.is_tracing():
         return original(variable, np.asarray(value), dtype=dtype)
-    with backend.leave_tracing():
+    with backend.suspend_tracing():
         return shard_host_array(assignment, value)
 
 
@@ -86,7 +86,7 @@ def check_value_shape(variable: keras.Variable, path: str, value: Any) -> None:
         )
 
 
-def wrap_load_own_variables(loaded_object: Any, session: KerasSession) -> Callable[..., object]:
+def make_load_own_variables_wrapper(loaded_object: Any, session: KerasSession) -> Callable[..., object]:
     """Wrap `load_own_variables` to read from a file only the shards of this process's devices."""
     original = loaded_object.load_own_variables
 
@@ -106,7 +106,7 @@ def wrap_load_own_variables(loaded_object: Any, session: KerasSession) -> Callab
                     if isinstance(loaded_object, keras.Optimizer)
                     else [*loaded_object._trainable_variables, *loaded_object._non_trainable_variables]
                 )
-                with _record_shape_mismatches(list(variables), session, mismatches):
+                with _record_mismatches_instead_of_assigning(list(variables), session, mismatches):
                     return original(files)
         finally:
             files.close()
@@ -114,7 +114,7 @@ def wrap_load_own_variables(loaded_object: Any, session: KerasSession) -> Callab
     return load_own_variables
 
 
-def wrap_load_weights(
+def make_load_weights_wrapper(
     model: Any, get_sessions: Callable[[], Iterable[KerasSession | None]]
 ) -> Callable[..., object]:
     """Wrap `load_weights` to check all shapes before any variable changes."""
@@ -163,15 +163,15 @@ def _can_dry_run(method: object) -> bool:
 
 
 @contextmanager
-def _record_shape_mismatches(
-    variables: Sequence[object], session: KerasSession, mismatches: dict[str, str]
+def _record_mismatches_instead_of_assigning(
+    variables: Sequence[object], session: KerasSession, mismatches_by_path: dict[str, str]
 ) -> Iterator[None]:
     """Make `assign` only record shapes that differ from those of the variables, until the block ends."""
 
     def record_shape_mismatch(variable: Any, value: Any) -> object:
         wanted, there = tuple(variable.shape), tuple(value.shape)
         if wanted != there:
-            mismatches[session.find_variable_path(variable)] = f"{wanted}, in the file {there}"
+            mismatches_by_path[session.find_variable_path(variable)] = f"{wanted}, in the file {there}"
         return value
 
     for variable in variables:

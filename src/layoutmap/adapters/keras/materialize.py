@@ -60,7 +60,7 @@ class Materializer:
             if first is None or not is_pending(first):
                 continue
             if has_seed_generator(first._initializer):
-                with self._mark_initializing():
+                with self._mark_initializing_temporarily():
                     first._initializer = copy_with_fixed_seed(first._initializer, self._unshard_seed)
             else:
                 initialize_pending_variable(first)
@@ -80,7 +80,7 @@ class Materializer:
             order = {id(v): number for number, v in enumerate(self._session.registry.list_variables())}
             pairs = sorted(pairs, key=lambda pair: order.get(id(pair[0].variable), 0))
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(pairs)}
-        with self._mark_initializing():
+        with self._mark_initializing_temporarily():
             initializers = {key: self._convert_initializer(v) for key, (v, _) in keyed.items()}
             # Converting an initializer draws its seed, which initializes the generator's state, so leave that out.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
@@ -90,7 +90,7 @@ class Materializer:
         for key, (variable, assignment) in keyed.items():
             self._store_first_value(variable, assignment, arrays[key])
 
-    def _mark_initializing(self) -> AbstractContextManager[None]:
+    def _mark_initializing_temporarily(self) -> AbstractContextManager[None]:
         """Mark until the block ends that initializers run, so that their draws draw no seeds of earlier variables."""
         return set_attribute_temporarily(self._session.thread_state, "is_running_initializers", True)
 
@@ -98,14 +98,14 @@ class Materializer:
         """Initialize a variable of no model as Keras does, unsharded, and remove it from the registry."""
         restore_variable_class(variable)
         variable._layout = None
-        with self._session.backend.leave_tracing():
+        with self._session.backend.suspend_tracing():
             variable._deferred_initialize()
         self._session.registry.remove_variable(variable)
 
     def assign_first_value(self, variable: keras.Variable, assignment: Assignment, value: object) -> None:
         """Store a value in a pending variable. Its initializer only draws its seed, as unsharded Keras does."""
         if has_seed_generator(variable._initializer):
-            with self._mark_initializing():
+            with self._mark_initializing_temporarily():
                 copy_with_fixed_seed(variable._initializer, self._unshard_seed)
         if is_host_array(value):
             check_value_shape(variable, assignment.variable.path, value)

@@ -13,7 +13,7 @@ import keras
 
 from layoutmap.adapters.keras.describing import DescribedVariable, describe_layer_variable
 from layoutmap.adapters.keras.names import renumber_names
-from layoutmap.adapters.keras.paths import collect_sublayer_names_by_id
+from layoutmap.adapters.keras.paths import collect_sublayer_names_by_layer_id
 from layoutmap.adapters.keras.registry import Registry
 
 
@@ -56,7 +56,7 @@ class PathLookup:
         state = len(vars(parent)), len(parent._layers)
         before, names = self._names.get(parent, (None, dict[int, str]()))
         if before != state or id(layer) not in names:
-            names = collect_sublayer_names_by_id(parent)
+            names = collect_sublayer_names_by_layer_id(parent)
             self._names[parent] = state, names
         return names[id(layer)] if id(layer) in names else str(layer.name)
 

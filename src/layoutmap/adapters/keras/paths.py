@@ -25,7 +25,7 @@ from layoutmap.adapters.keras.names import renumber_names
 from layoutmap.adapters.keras.private import Functional, strip_generated_number
 from layoutmap.core.variables import make_unique_names
 
-_MOST_ALIASES = 16
+_MAX_ALIASES = 16
 
 SESSION = "_layoutmap_session"
 """The attribute in which a layer, optimizer, or pending variable stores the session of its scope."""
@@ -64,7 +64,7 @@ def find_variables(root: object) -> list[VariableWithPaths]:
         known = found.get(id(variable))
         if known is None:
             found[id(variable)] = VariableWithPaths(variable, path, is_seed=is_seed)
-        elif path != known.path and path not in known.aliases and len(known.aliases) < _MOST_ALIASES:
+        elif path != known.path and path not in known.aliases and len(known.aliases) < _MAX_ALIASES:
             known.aliases.append(path)
     return number_duplicate_paths(found.values())
 
@@ -112,7 +112,7 @@ def find_layers(root: object) -> list[tuple[str, keras.Layer]]:
     return [(path, layer) for (path, _), layer in found.items()]
 
 
-def collect_sublayer_names_by_id(layer: object) -> dict[int, str]:
+def collect_sublayer_names_by_layer_id(layer: object) -> dict[int, str]:
     """Return a dict from the id of each layer in a layer's attributes and containers to its name there."""
     names: dict[int, str] = {}
 

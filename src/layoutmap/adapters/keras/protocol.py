@@ -139,7 +139,7 @@ class Backend(ABC):
         return
 
     @abstractmethod
-    def leave_tracing(self) -> AbstractContextManager[object]:
+    def suspend_tracing(self) -> AbstractContextManager[object]:
         """Return a context manager that runs its block outside any trace, and without a default mesh."""
 
     @abstractmethod
@@ -160,16 +160,16 @@ class Backend(ABC):
         """Make optimizers and layers use the new values of variables: update the keys and parameters for them."""
         return
 
-    def wrap_layer_methods(self, layer: object, session: KerasSession) -> WrappedMethods:
+    def make_layer_method_wrappers(self, layer: object, session: KerasSession) -> WrappedMethods:
         """Return wrappers of a layer's methods, by name. They make the layer compute in its layouts."""
         return {}
 
     @staticmethod
     @abstractmethod
-    def wrap_training_methods(model: object, session: KerasSession) -> WrappedMethods:
+    def make_training_method_wrappers(model: object, session: KerasSession) -> WrappedMethods:
         """Return wrappers of a model's methods, by name. They make its steps keep the layouts of variables."""
 
-    def wrap_optimizer_methods(self, optimizer: object, session: KerasSession) -> WrappedMethods:
+    def make_optimizer_method_wrappers(self, optimizer: object, session: KerasSession) -> WrappedMethods:
         """Return wrappers of an optimizer's methods, by name. They make updates keep the layouts of variables."""
         return {}
 

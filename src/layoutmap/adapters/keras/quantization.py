@@ -67,7 +67,7 @@ class _LayerState:
 
 
 @contextmanager
-def unshard_own_weights(layer: keras.Layer, session: KerasSession) -> Generator[None]:
+def unshard_own_weights_temporarily(layer: keras.Layer, session: KerasSession) -> Generator[None]:
     """Replace a layer's own weights by unsharded arrays until the block ends.
 
     Keras's quantizers need whole weights, so those of one layer are gathered on the host.

@@ -26,7 +26,7 @@ from layoutmap.adapters.current import active_session, is_session_active
 from layoutmap.adapters.keras import private
 from layoutmap.adapters.keras.call_stack import (
     count_user_frames,
-    describe_running_layer,
+    format_running_layer,
     is_calling_layer,
     iterate_running_keras_objects,
 )
@@ -39,7 +39,7 @@ from layoutmap.adapters.keras.describing import (
     list_layer_paths,
 )
 from layoutmap.adapters.keras.existing_layers import find_unscoped_layers, make_existing_object_error
-from layoutmap.adapters.keras.hooks import install_hooks
+from layoutmap.adapters.keras.hooks import install_hooks_temporarily
 from layoutmap.adapters.keras.initializers import explain_why_initialized_unsharded
 from layoutmap.adapters.keras.loading import check_value_shape
 from layoutmap.adapters.keras.materialize import Materializer
@@ -60,7 +60,7 @@ from layoutmap.core.variables import Assignment, Kind, VariableSpec, format_vari
 from layoutmap.engines.agreement import check_same_values
 from layoutmap.engines.protocol import Engine
 
-_MOST_ZEROS = 2**28  # a plan returns at most this many zeros as the value of a weight
+_MAX_ZEROS = 2**28  # a plan returns at most this many zeros as the value of a weight
 
 
 class Session(KerasSession):
@@ -102,7 +102,7 @@ class Session(KerasSession):
         inside = self._is_scope_open
         if not inside:
             self.thread_state.opening_depth = count_user_frames()
-        with install_hooks(self.backend.methods_disabled_in_scope), active_session(self):
+        with install_hooks_temporarily(self.backend.methods_disabled_in_scope), active_session(self):
             yield
         if not inside:
             if private.in_stateless_scope() and self.backend.is_tracing():
@@ -113,7 +113,8 @@ class Session(KerasSession):
     def record_layer(self, layer: object, *, constructor_texts: Iterable[str] | None = None) -> None:
         """Record and wrap a layer. `constructor_texts` is None if the layer existed before the scope."""
         if constructor_texts is not None:
-            if has_constructor_texts(layer):  # another library's wrapper has called the hook before
+            # Another library's wrapper of `Layer.__new__` can make the hook run twice for one layer.
+            if has_constructor_texts(layer):
                 return
             record_constructor_texts(layer, constructor_texts)
         self.registry.add_layer(layer)
@@ -160,7 +161,7 @@ class Session(KerasSession):
 
     def draw_seeds_of_earlier_variables(self, variable: object = None) -> None:
         """Draw the seeds of variables created before `variable`, or of all if it is None, as unsharded Keras does."""
-        with self.lock, self._leave_tracing_unless_planning():
+        with self.lock, self._suspend_tracing_unless_planning():
             self._materializer.draw_seeds_of_earlier_variables(variable, self.initialize_pending_variable)
 
     def record_optimizer(self, optimizer: object) -> None:
@@ -200,7 +201,7 @@ class Session(KerasSession):
         if parent is not None:
             self.registry.set_slot_weight(variable, parent)
 
-    # -- describing
+    # -- describing variables
 
     def list_unbuilt_layer_names(self) -> list[str]:
         """Return the names of layers that have no weights yet, because they create them in their first call."""
@@ -210,15 +211,15 @@ class Session(KerasSession):
             if not getattr(layer, "built", True) and not private.is_default(layer.build)
         ]
 
-    # -- materializing
+    # -- giving variables layouts and values
 
-    def _leave_tracing_unless_planning(self) -> AbstractContextManager[object]:
+    def _suspend_tracing_unless_planning(self) -> AbstractContextManager[object]:
         """Leave any trace until the block ends. In a plan, stay in it, because leaving might start a backend."""
-        return nullcontext() if self.context.plan_only else self.backend.leave_tracing()
+        return nullcontext() if self.context.plan_only else self.backend.suspend_tracing()
 
     def materialize_variables(self) -> None:
         """Give every variable of the scope its layout, and every pending one its value."""
-        with self.lock, self._leave_tracing_unless_planning():
+        with self.lock, self._suspend_tracing_unless_planning():
             waiting = self.registry.list_variables()
             # An early read gives a new variable its value and layout, so only the registry's version tells that.
             has_new = self.registry.version != self._version_planned
@@ -340,7 +341,7 @@ class Session(KerasSession):
         Inside the scope, only this variable is initialized, and in a plan it stays pending. After the scope, variables
         are pending only if an error stopped `materialize_variables`, so call it again.
         """
-        with self.lock, self._leave_tracing_unless_planning():
+        with self.lock, self._suspend_tracing_unless_planning():
             if is_pending(variable) and private.is_global_seed_variable(variable):
                 self._materializer.initialize_variable_unsharded(variable)
             elif not self._is_scope_open and not self._is_materializing:
@@ -348,7 +349,7 @@ class Session(KerasSession):
             if not is_pending(variable):
                 return
             if self.context.plan_only:
-                self._check_read_in_plan(variable)
+                self._check_value_read_in_plan(variable)
                 return
             self.draw_seeds_of_earlier_variables(variable)
             entry = self._describe_variable(variable)
@@ -356,7 +357,7 @@ class Session(KerasSession):
 
     def assign_to_pending_variable(self, variable: keras.Variable, value: Any) -> None:
         """Store a value in a pending variable without running its initializer. In a plan, only check its shape."""
-        with self.lock, self._leave_tracing_unless_planning():
+        with self.lock, self._suspend_tracing_unless_planning():
             if self._failed and not self._is_scope_open and not self._is_materializing:
                 self.materialize_variables()
             if self.context.plan_only and self._is_scope_open:
@@ -370,7 +371,7 @@ class Session(KerasSession):
 
     def assign_layouts_before_loading(self) -> None:
         """Assign layouts to pending variables before their values are assigned one by one from a file."""
-        with self.lock, self._leave_tracing_unless_planning():
+        with self.lock, self._suspend_tracing_unless_planning():
             if self.registry.version != self._version_planned and not self._planned_ahead.is_current():
                 entries = describe_variables(self.registry)
                 found = self._assign_layouts(entries, is_complete=False)
@@ -379,7 +380,7 @@ class Session(KerasSession):
 
     def find_variable_path(self, variable: object) -> str:
         """Return the object path of a variable for messages."""
-        with self.lock, self._leave_tracing_unless_planning():
+        with self.lock, self._suspend_tracing_unless_planning():
             return self._describe_variable(variable).spec.path
 
     def _find_assignment_ahead_of_plan(self, entry: DescribedVariable) -> Assignment:
@@ -393,7 +394,7 @@ class Session(KerasSession):
         if self.context.plan_only:
             raise PlanError(
                 f"{subject}: this model is only a plan, so it has no values",
-                facts={"read by": describe_running_layer()},
+                facts={"read by": format_running_layer()},
                 why="plan() builds a model without allocating anything",
                 fix="leave calls with arrays, fit, and predict out of the function that creates the "
                 "model; to create its weights, call it with keras.Input(...), or pass inputs= to plan()"
@@ -401,21 +402,21 @@ class Session(KerasSession):
                 else "build it with values: with layout_map.scope(): model = make_model()",
             )
 
-    def _check_read_in_plan(self, variable: Any) -> None:
+    def _check_value_read_in_plan(self, variable: Any) -> None:
         """Raise if a plan cannot return zeros as the value of a weight that is being read."""
         if not self._is_scope_open or is_calling_layer():
             self.raise_if_plan_only(self.find_variable_path(variable))
-        elif math.prod(variable.shape) > _MOST_ZEROS:
+        elif math.prod(variable.shape) > _MAX_ZEROS:
             raise PlanError(
                 f"{self.find_variable_path(variable)}: its value is read while the model is planned, and is too "
                 "large to be replaced by zeros",
-                facts={"shape": tuple(variable.shape), "read by": describe_running_layer()},
-                why=f"plan() returns zeros for such a read, but at most {_MOST_ZEROS:,} elements",
+                facts={"shape": tuple(variable.shape), "read by": format_running_layer()},
+                why=f"plan() returns zeros for such a read, but at most {_MAX_ZEROS:,} elements",
                 fix="read the weight after the model is made, or plan the model with a smaller weight",
             )
 
     def _describe_variable(self, variable: object) -> DescribedVariable:
-        """Describe a variable for the plan, from its layer alone if that is known."""
+        """Describe a variable for the plan. If its layer is known, read only this layer, which is faster than all."""
         layer = self.registry.find_creating_layer(variable)
         found = self._path_lookup.describe_variable(variable, layer) if layer is not None else None
         if found is not None:

@@ -107,7 +107,7 @@ def materialize_training_variables(model: keras.Model, session: KerasSession) ->
     session.materialize_variables()
 
 
-def wrap_step_factories(
+def make_step_factory_wrappers(
     model: keras.Model,
     session: KerasSession,
     schedule: CallComparisonSchedule,
@@ -270,19 +270,19 @@ def has_custom_train_step(model: keras.Model) -> bool:
 
 def record_custom_train_step(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
     """Run a model's own `train_step`, but update no weight. Return its logs, and the gradients for its optimizers."""
-    with record_gradients(model) as found:
+    with record_gradients_instead_of_applying(model) as found:
         logs = model.train_step(batch)
     return logs, [found.get(id(variable)) for variable in model.trainable_variables]
 
 
 @contextmanager
-def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
+def record_gradients_instead_of_applying(model: keras.Model) -> Generator[dict[int, object]]:
     """Make a model's optimizers only record gradients until the block ends. Yield a dict from variable id to them."""
     found: dict[int, object] = {}
     held = [model.optimizer, *vars(model).values()]
     optimizers = {id(each): each for each in held if isinstance(each, keras.optimizers.Optimizer)}.values()
 
-    def wrap_apply(optimizer: keras.Optimizer) -> Callable[..., None]:
+    def make_recording_apply(optimizer: keras.Optimizer) -> Callable[..., None]:
         def record_instead_of_applying(
             grads: Any, trainable_variables: Iterable[keras.Variable] | None = None
         ) -> None:
@@ -294,7 +294,7 @@ def record_gradients(model: keras.Model) -> Generator[dict[int, object]]:
     before = [(each, each.__dict__.get("apply")) for each in optimizers]
     try:
         for each, _ in before:
-            each.__dict__["apply"] = wrap_apply(each)
+            each.__dict__["apply"] = make_recording_apply(each)
         yield found
     finally:
         for each, apply in before:

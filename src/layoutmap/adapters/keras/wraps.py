@@ -24,17 +24,17 @@ import keras
 
 from layoutmap.adapters.keras.call_stack import find_running_step_name
 from layoutmap.adapters.keras.copies import (
+    make_copy_method_wrappers,
     make_mixed_model_error,
     warn_of_unsharded_layers,
-    wrap_copy_methods,
     wrap_save_to_mark_file,
 )
 from layoutmap.adapters.keras.existing_layers import make_existing_object_error
-from layoutmap.adapters.keras.loading import wrap_load_own_variables, wrap_load_weights
+from layoutmap.adapters.keras.loading import make_load_own_variables_wrapper, make_load_weights_wrapper
 from layoutmap.adapters.keras.paths import SESSION
 from layoutmap.adapters.keras.private import Functional, get_outermost_called_layer, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.quantization import restore_layer_on_plan_error, unshard_own_weights
+from layoutmap.adapters.keras.quantization import restore_layer_on_plan_error, unshard_own_weights_temporarily
 from layoutmap.adapters.keras.training import wrap_fit
 from layoutmap.engines.patches import wrap_in_context
 
@@ -55,26 +55,28 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
         enable_lora = wrap_in_context(layer.enable_lora, session.defer_variables)
         wrappers["enable_lora"] = wrap_in_context(enable_lora, undo)
     if hasattr(layer, "quantize"):
-        off_mesh = functools.partial(unshard_own_weights, layer, session)
+        off_mesh = functools.partial(unshard_own_weights_temporarily, layer, session)
         quantize = wrap_in_context(wrap_in_context(layer.quantize, session.defer_variables), off_mesh)
         wrappers["quantize"] = wrap_in_context(quantize, undo)
     wrappers["_maybe_build"] = _wrap_maybe_build(
         layer, session, wrap_in_context(layer._maybe_build, session.defer_variables)
     )
-    wrappers["load_own_variables"] = wrap_load_own_variables(layer, session)
-    wrappers |= wrap_copy_methods(layer, session)
+    wrappers["load_own_variables"] = make_load_own_variables_wrapper(layer, session)
+    wrappers |= make_copy_method_wrappers(layer, session)
     if session.policy.activations:
         for name in CALLS:
             call = _wrap_call_to_relayout_outputs(layer, session, get_call_method(layer, name))
             _replace_methods(layer, {name: call})
     _replace_methods(layer, wrappers)
-    wrappers = {**session.backend.wrap_layer_methods(layer, session)}
+    wrappers = {**session.backend.make_layer_method_wrappers(layer, session)}
     save = wrappers.get("save_own_variables") or layer.save_own_variables
     wrappers["save_own_variables"] = wrap_save_to_mark_file(save, session)
     if isinstance(layer, keras.Model):
-        wrappers["compile"] = _wrap_compile(layer, session)
-        wrappers["load_weights"] = wrap_load_weights(layer, lambda: map(get_session, layer._flatten_layers()))
-        wrappers |= session.backend.wrap_training_methods(layer, session)
+        wrappers["compile"] = _make_compile_wrapper(layer, session)
+        wrappers["load_weights"] = make_load_weights_wrapper(
+            layer, lambda: map(get_session, layer._flatten_layers())
+        )
+        wrappers |= session.backend.make_training_method_wrappers(layer, session)
         wrappers["fit"] = wrap_fit(wrappers.get("fit", layer.fit), session)
     _replace_methods(layer, wrappers)
 
@@ -93,16 +95,18 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
     if _move_to_scope(optimizer, session):
         wrappers = {
             "build": wrap_in_context(optimizer.build, session.defer_variables),
-            "load_own_variables": wrap_load_own_variables(optimizer, session),
+            "load_own_variables": make_load_own_variables_wrapper(optimizer, session),
         }
         _replace_methods(
-            optimizer, {**wrappers, **session.backend.wrap_optimizer_methods(optimizer, session)}
+            optimizer, {**wrappers, **session.backend.make_optimizer_method_wrappers(optimizer, session)}
         )
         session.registry.add_optimizer(optimizer)
     # The inner optimizer updates the variables of the outer one, so wrap the inner one, too.
     if inner is not None and _move_to_scope(inner, session):
-        wrappers = {"load_own_variables": wrap_load_own_variables(inner, session)}
-        _replace_methods(inner, {**wrappers, **session.backend.wrap_optimizer_methods(inner, session)})
+        wrappers = {"load_own_variables": make_load_own_variables_wrapper(inner, session)}
+        _replace_methods(
+            inner, {**wrappers, **session.backend.make_optimizer_method_wrappers(inner, session)}
+        )
     # Inner optimizers of a MultiOptimizer may come from outside the scope, so wrap them here.
     for each in getattr(optimizer, "optimizers", ()):
         wrap_optimizer(each, session)
@@ -212,12 +216,12 @@ def _check_outer_model(outer_model: Any, session: KerasSession) -> None:
             warn_of_unsharded_layers(outer_model, unsharded_layers)
 
 
-def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
+def _make_compile_wrapper(model: Any, session: KerasSession) -> Callable[..., object]:
     """Wrap `compile` to create slots in the scope, wrap the new optimizer, and unwrap the replaced one."""
     original = model.compile
 
     @functools.wraps(original)
-    def compile_and_wrap(*args: object, **kwargs: object) -> object:
+    def compile_and_wrap_optimizer(*args: object, **kwargs: object) -> object:
         before = getattr(model, "optimizer", None)
         with session.defer_variables():
             result = original(*args, **kwargs)
@@ -228,7 +232,7 @@ def _wrap_compile(model: Any, session: KerasSession) -> Callable[..., object]:
                 wrap_optimizer(optimizer, session)
         return result
 
-    return compile_and_wrap
+    return compile_and_wrap_optimizer
 
 
 def _wrap_call_to_relayout_outputs(
@@ -240,7 +244,7 @@ def _wrap_call_to_relayout_outputs(
     """
 
     @functools.wraps(original)
-    def call_and_relayout(*args: object, **kwargs: object) -> object:
+    def call_and_relayout_outputs(*args: object, **kwargs: object) -> object:
         outputs = original(*args, **kwargs)
         # Symbolic calls and plans have no arrays, so there is nothing to convert.
         if in_symbolic_scope() or session.context.plan_only:
@@ -259,4 +263,4 @@ def _wrap_call_to_relayout_outputs(
         ]
         return keras.tree.pack_sequence_as(outputs, placed)
 
-    return call_and_relayout
+    return call_and_relayout_outputs

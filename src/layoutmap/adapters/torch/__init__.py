@@ -70,8 +70,10 @@ class TorchAdapter(Adapter):
         if fake or torch.compiler.is_compiling():
             raise ScopeError(
                 "a scope was opened " + ("under a FakeTensorMode" if fake else "inside a compiled function"),
-                why="a scope creates tensors with values on devices, and here tensors have no values",
-                fix="build the model outside, and only call it here",
+                why="a scope creates tensors with values on devices, but there tensors have no values",
+                fix="build the model before "
+                + ("the mode" if fake else "the function")
+                + ", and only call it inside",
             )
 
     def owns_model(self, model: object) -> bool:
@@ -79,7 +81,7 @@ class TorchAdapter(Adapter):
         return isinstance(model, torch.nn.Module) and not is_keras_module(model)
 
     def forbid_building_models(self, scope_library: str) -> AbstractContextManager[None]:
-        """Return a context in which building a torch module raises. Its scope is for models of `scope_library`."""
+        """Return a context for a scope for `scope_library` models, in which building a torch module raises."""
         return module_hooks.install_creation_hooks()
 
     def read_library_options(
@@ -89,7 +91,7 @@ class TorchAdapter(Adapter):
         return TorchOptions.from_values(values, options, spans_processes=spans_processes)
 
     def make_session(self, context: ScopeContext) -> TorchSession:
-        """Return a session for one scope."""
+        """Return a session, which builds or shards the models of one scope."""
         return TorchSession(context)
 
     @contextmanager

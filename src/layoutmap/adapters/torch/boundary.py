@@ -104,7 +104,7 @@ def _is_dataclass_instance(value: object) -> bool:
 
 
 def gather_to_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a dict of the same tensors, with each DTensor unsharded on the CPU. Names of one tensor share its copy.
+    """Return a dict of the same tensors, with each DTensor unsharded on the CPU. Names of one tensor share a copy.
 
     All processes must call it.
     """

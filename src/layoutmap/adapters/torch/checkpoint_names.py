@@ -58,7 +58,7 @@ def list_checkpoint_names(
     names: dict[str, list[tuple[str, str]]] = {each.variable.path: [] for each in stored}
     for name, tensor in saved_tensors.items():
         path, variable_tensor = paths.get(get_storage_key(tensor), ("", tensor))
-        axes = _describe_axes_of_view(tensor, variable_tensor) if path else None
+        axes = _format_axes_of_view(tensor, variable_tensor) if path else None
         if axes is None:
             raise CheckpointError(
                 f"{name}: this tensor of the checkpoint is not a part of one variable",
@@ -115,12 +115,12 @@ class _ReturnViewFromContiguous(TorchDispatchMode):
 
 # A view only moves values, so its strides tell exactly which part of a tensor it is. A name table made from strides
 # serves loads and saves, also of single blocks (decisions/0245).
-def _describe_axes_of_view(part: torch.Tensor, whole: torch.Tensor) -> str | None:
+def _format_axes_of_view(part: torch.Tensor, whole: torch.Tensor) -> str | None:
     """Return how the axes of a view relate to those of a contiguous tensor, as text, or `None` if they do not.
 
     Example:
         >>> whole = torch.empty(8, 6, 4, device="meta")
-        >>> _describe_axes_of_view(whole[1, 3:].T, whole)
+        >>> _format_axes_of_view(whole[1, 3:].T, whole)
         'a0 a1 -> 1/8 (1/2 a1) a0'
     """
     offset = int(part.storage_offset())

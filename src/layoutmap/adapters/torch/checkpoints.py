@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,7 @@ def read_optimizer_settings(
     parameters = _find_optimizer_parameters(_get_named_tensors(_iterate_persistent_tensors(model)), optimizer)
     paths = {id(parameter): path for path, parameter in parameters.items()}
     groups = [
-        {name: _convert_to_numpy(value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
+        {name: _convert_to_numpy(name, value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
         | {"params": [paths[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
@@ -144,10 +145,10 @@ def read_optimizer_settings(
     other: dict[object, object] = {}
     for key, values in optimizer.state.items():
         if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            other[key] = _convert_to_numpy(values)
+            other[key] = _convert_to_numpy(key, values)
         else:
             state[paths[id(key)]] = {  # use paths, because ids and order differ when the state is loaded
-                name: _convert_to_numpy(value)
+                name: _convert_to_numpy(name, value)
                 for name, value in values.items()
                 if not isinstance(value, torch.Tensor)
             }
@@ -208,7 +209,7 @@ def _warn_of_replaced_settings(
                 "created with",
                 facts=replaced,
                 why="a torch optimizer keeps its settings in its state, which a load restores",
-                fix=f"create it with the saved settings, or pass "
+                fix=f"create the optimizer with the saved settings, or pass "
                 f"override={{{next(iter(replaced))!r}: ...}} to the load",
             ),
             stacklevel=find_user_stacklevel(),
@@ -378,12 +379,12 @@ def _has_step_count_on_device(optimizer: torch.optim.Optimizer, parameter: torch
     return any(group.get("capturable") or group.get("fused") for group in groups)
 
 
-def _convert_to_numpy(value: object) -> object:
-    """Return a setting with each tensor in it replaced by a numpy array."""
-    return tree_map(_convert_leaf_to_numpy, value)
+def _convert_to_numpy(name: object, value: object) -> object:
+    """Return the setting `name` of an optimizer with each tensor in it replaced by a numpy array."""
+    return tree_map(partial(_convert_leaf_to_numpy, name), value)
 
 
-def _convert_leaf_to_numpy(value: object) -> object:
+def _convert_leaf_to_numpy(name: object, value: object) -> object:
     """Return a tensor as a numpy array, and any other value unchanged. Raise for a sharded tensor."""
     if isinstance(value, DTensor):
         layout = get_engine("torch").get_layout(value)
@@ -391,7 +392,7 @@ def _convert_leaf_to_numpy(value: object) -> object:
         if layout is not None and layout.is_fully_replicated():
             return next(get_engine("torch").iterate_shards(value))[1]
         raise CheckpointError(
-            "optimizer: a setting contains a sharded tensor",
+            f"optimizer: {name!r} in its state or param_groups contains a sharded tensor",
             facts={"shape": tuple(value.shape)},
             why="sharded tensors are saved only if they are slots in the state of a parameter",
             fix="let the optimizer store it as optimizer.state[parameter][name], as AdamW does",

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.adapters.torch.dynamo import (
-    call_with_compiler,
+    call_with_dynamo_compiler,
     find_unsupported_operator_message,
     has_dynamic_shapes,
     needs_full_graph,
@@ -31,7 +31,7 @@ from layoutmap.adapters.torch.dynamo import (
 from layoutmap.adapters.torch.fsdp_units import WeightGroup
 from layoutmap.adapters.torch.mesh_context import (
     compute_on_mesh,
-    mark_graph_recording,
+    mark_graph_recording_temporarily,
     reduce_partial_sums_early,
     thread_state,
 )
@@ -41,7 +41,7 @@ from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import AutogradFunction, Ctx
 from layoutmap.engines.torch.dtensor_ops import check_value_is_not_shard, has_shard
-from layoutmap.engines.torch.modes import leave_function_modes, skip_function_modes
+from layoutmap.engines.torch.modes import skip_function_modes, suspend_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import replace_partial_placements
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, make_dtensor, replace_placements
@@ -60,11 +60,11 @@ def check_can_be_compiled(subject: str = "a model", *, is_dynamic: bool) -> None
         raise ScopeError(
             f"{subject} on simulated devices cannot be compiled",
             why="one process computes for all devices in turn, and a compiled graph is for one device",
-            fix="start a process for each device, as with torchrun, or do not compile it",
+            fix=f"start a process for each device, as with torchrun, or do not compile {subject}",
         )
     if is_dynamic:
         raise ScopeError(
-            "dynamic=True does not work for a sharded model",
+            "torch.compile(dynamic=True) does not work for a sharded model",
             why="the sharding of a tensor depends on its shape",
             fix="leave dynamic=True out: each shape gets its own graph",
         )
@@ -99,17 +99,17 @@ def make_compiler_from_options(options: Mapping[str, Any]) -> Compiler:
     return Compiler(key, partial(torch.compile, **used), bool(options.get("fullgraph")), used)  # pyright: ignore[reportUnknownMemberType]
 
 
-def wrap_dynamo_compiler(dynamo_compiler: Any) -> Compiler:
-    """Wrap the compiler with which Dynamo compiles the function that calls a module.
+def make_compiler_from_dynamo(dynamo_compiler: Any) -> Compiler:
+    """Return a `Compiler` that compiles like Dynamo's compiler of the function that calls a module.
 
     Args:
-        dynamo_compiler: The result of `stop_dynamo`.
+        dynamo_compiler: The result of `disable_dynamo_in_thread`.
 
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
     """
     check_can_be_compiled(is_dynamic=has_dynamic_shapes())
-    compiled = partial(partial, call_with_compiler, dynamo_compiler)
+    compiled = partial(partial, call_with_dynamo_compiler, dynamo_compiler)
     return Compiler(id(dynamo_compiler), compiled, needs_full_graph(dynamo_compiler), dynamo_compiler)
 
 
@@ -170,7 +170,7 @@ class _CompiledGraphs:
         """Run the compiled function, and return its tensors. If that fails, set `call.why_not`."""
         try:
             if not call.why_not:
-                with set_attribute_temporarily(thread_state, "call", call), leave_function_modes():
+                with set_attribute_temporarily(thread_state, "call", call), suspend_function_modes():
                     return self._function(call.tensors)
         except Exception as error:
             if not call.why_not:
@@ -289,12 +289,12 @@ class _ModuleCall:
             raise RuntimeError(self.why_not)
         self.was_recorded = True
         if not any(map(_is_traced, tensors)):  # the backend does not trace the call, so constants are allowed
-            with self._swap_tensors(tensors) as new_tensors:
+            with self._swap_tensors_temporarily(tensors) as new_tensors:
                 return self._compute_outputs(new_tensors)
         try:
             with (
-                _restore_attributes(self._structure),
-                self._swap_tensors(tensors) as new_tensors,
+                _restore_attributes_afterwards(self._structure),
+                self._swap_tensors_temporarily(tensors) as new_tensors,
                 _ConstantTensorCheck(),
             ):
                 outputs = self._compute_outputs(new_tensors)
@@ -312,7 +312,7 @@ class _ModuleCall:
         return outputs
 
     @contextmanager
-    def _swap_tensors(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
+    def _swap_tensors_temporarily(self, tensors: list[torch.Tensor]) -> Generator[dict[int, torch.Tensor]]:
         """Use new tensors in the modules, on the mesh, until the block ends. Yield a dict from old ids to them."""
         new_tensors = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         context = self._forward.context
@@ -320,7 +320,12 @@ class _ModuleCall:
             for members, name, tensor in self._structure.slots:
                 members[name] = new_tensors[id(tensor)]
             reduction = reduce_partial_sums_early(self._is_uneven)
-            with leave_function_modes(), mark_graph_recording(), compute_on_mesh(context), reduction:
+            with (
+                suspend_function_modes(),
+                mark_graph_recording_temporarily(),
+                compute_on_mesh(context),
+                reduction,
+            ):
                 yield new_tensors
         finally:
             for members, name, tensor in self._structure.slots:
@@ -349,7 +354,7 @@ class _ModuleCall:
 
 
 @contextmanager
-def _restore_attributes(structure: ModuleStructure) -> Generator[None]:
+def _restore_attributes_afterwards(structure: ModuleStructure) -> Generator[None]:
     """Restore the attributes of modules, and the contents of their lists and dicts, when the block ends."""
     saved_dicts = [(attributes, dict(attributes)) for attributes in structure.attribute_dicts]
     values = [each for _, copied in saved_dicts for each in copied.values()]

@@ -1,4 +1,4 @@
-"""Control Dynamo, the tracer of `torch.compile`: stop it, resume it, and query its settings."""
+"""Control Dynamo, the tracer of `torch.compile`: turn it off and on, and query its settings."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def skip_compiling(function: Function) -> None:
     skip_code(inspect.unwrap(function).__code__)
 
 
-def stop_dynamo() -> object:
-    """Stop Dynamo on this thread, and return its current compiler, or None if it was off."""
+def disable_dynamo_in_thread() -> object:
+    """Turn Dynamo off on this thread, and return its current compiler, or None if it was off already."""
     return set_eval_frame(None)
 
 
-def resume_dynamo(compiler: Any) -> None:
-    """Turn Dynamo on again with a compiler that `stop_dynamo` returned."""
+def restore_dynamo(compiler: Any) -> None:
+    """Turn Dynamo on with the compiler that `disable_dynamo_in_thread` returned. `None`: leave it off."""
     set_eval_frame(compiler)
 
 
-def call_with_compiler(compiler: Any, function: Callable[[Any], R], argument: object) -> R:
-    """Call a function, compiled for static shapes by a compiler that `stop_dynamo` returned."""
+def call_with_dynamo_compiler(compiler: Any, function: Callable[[Any], R], argument: object) -> R:
+    """Call a function, compiled for static shapes by a compiler that `disable_dynamo_in_thread` returned."""
     restore_dynamic_shapes = _make_static()
     set_eval_frame(compiler)
     try:
@@ -51,7 +51,7 @@ def call_with_compiler(compiler: Any, function: Callable[[Any], R], argument: ob
 
 
 def needs_full_graph(compiler: object) -> bool:
-    """Return whether a compiler that `stop_dynamo` returned was created with `fullgraph=True`."""
+    """Return whether a compiler that `disable_dynamo_in_thread` returned was created with `fullgraph=True`."""
     while compiler and not isinstance(compiler, ConvertFrameAssert):
         # Dynamo's callbacks wrap each other. With `fullgraph=True`, one is a `ConvertFrameAssert`, so search for it.
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from layoutmap.adapters.fingerprints import describe_function, describe_value
+from layoutmap.adapters.fingerprints import format_function_fingerprint, format_setting
 from layoutmap.engines.agreement import NamedText
 from layoutmap.engines.torch.modules import list_modules
 
 
-def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[NamedText]:
+def iterate_module_texts(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[NamedText]:
     """Yield names and texts for submodules, their settings and trained weights, and the source of each `forward`."""
     yield "gradients", str(torch.is_grad_enabled())
     modules = list_modules(module)
@@ -28,13 +28,13 @@ def describe_module(module: torch.nn.Module, forwards: Iterable[object]) -> Iter
             yield f"{name}: settings", re.sub(r"(GPU |cuda:)\d+", r"\1", each.extra_repr())
     for function in dict.fromkeys([*(type(each).forward for _, each in modules), *forwards]):
         if function is not None:
-            yield "forward", describe_function(function)
+            yield "forward", format_function_fingerprint(function)
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[NamedText]:
+def iterate_optimizer_texts(optimizer: torch.optim.Optimizer) -> Iterator[NamedText]:
     """Yield pairs of a name and a text that describe an optimizer: its class, and the settings of its groups."""
     kind = type(optimizer)
     yield "optimizer", kind.__qualname__
     for number, group in enumerate(optimizer.param_groups):
         for name in sorted(group.keys() - {"params"}):
-            yield f"{kind.__name__}, group {number}: {name}", describe_value(group[name])
+            yield f"{kind.__name__}, group {number}: {name}", format_setting(group[name])

@@ -19,10 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import list_tensors, reduce_partial_sums, shard_inputs, unshard_tensors
-from layoutmap.adapters.torch.compiled import CompiledModule, make_compiler_from_options, wrap_dynamo_compiler
-from layoutmap.adapters.torch.dynamo import resume_dynamo, skip_compiling, stop_dynamo
+from layoutmap.adapters.torch.compiled import (
+    CompiledModule,
+    make_compiler_from_dynamo,
+    make_compiler_from_options,
+)
+from layoutmap.adapters.torch.dynamo import disable_dynamo_in_thread, restore_dynamo, skip_compiling
 from layoutmap.adapters.torch.fsdp_own import ModelCall
-from layoutmap.adapters.torch.fsdp_units import WeightGroup, gather_weights
+from layoutmap.adapters.torch.fsdp_units import WeightGroup, gather_weights_temporarily
 from layoutmap.adapters.torch.gradient_hooks import GradientHooks
 from layoutmap.adapters.torch.graph_errors import (
     EXPORT_ATTRIBUTES,
@@ -36,7 +40,7 @@ from layoutmap.adapters.torch.mesh_context import (
     thread_state,
 )
 from layoutmap.adapters.torch.module_results import ModuleResults
-from layoutmap.adapters.torch.own_rows import OwnRows, has_own_rows
+from layoutmap.adapters.torch.own_rows import RowsOfThisProcess, has_own_rows_per_process
 from layoutmap.adapters.torch.process_checks import ProcessChecks
 from layoutmap.adapters.torch.slow_calls import SlowCallNotice
 from layoutmap.core.errors import PlanError
@@ -76,7 +80,7 @@ class ShardedForward:
     ) -> None:
         # A reference cycle would keep the weights until garbage collection, so reference the module weakly.
         self._module = weakref.ref(module)
-        self._original = _find_original_forward(module)
+        self._original = _find_forward_set_by_user(module)
         self.path = path
         self.context = context
         self.group = group
@@ -109,23 +113,23 @@ class ShardedForward:
             each.compiled = CompiledModule(each, compiler, self._graphs, each.merge_weight_groups())
 
     def _list_gathering_forwards(self) -> list[ShardedForward]:
-        """Return the outermost `ShardedForward`s, of this module or inside it, for which `frees_weights` is true."""
+        """Return the outermost `ShardedForward`s, of this module or inside it, that have `frees_weights_after_call`."""
         gathering_forwards: list[ShardedForward] = []
         nested_forwards: set[ShardedForward] = set()
         for each in self.list_forwards():  # outer modules come first, so skip those inside them
-            if each.frees_weights and each not in nested_forwards:
+            if each.frees_weights_after_call and each not in nested_forwards:
                 gathering_forwards.append(each)
                 nested_forwards.update(each.list_forwards())
         return gathering_forwards
 
     @property
-    def frees_weights(self) -> bool:
+    def frees_weights_after_call(self) -> bool:
         """Whether a call of the model gathers this module's weights when it reaches the module, and then frees them."""
         return self.group is not None and self.group.gathers_in_each_call and not self.group.is_outermost
 
     def merge_weight_groups(self) -> WeightGroup | None:
         """Return one group of weights for this module and its submodules, or None if submodules have no groups."""
-        forwards = [each for each in self.list_forwards() if each is self or each.frees_weights]
+        forwards = [each for each in self.list_forwards() if each is self or each.frees_weights_after_call]
         weight_groups = [each.group for each in forwards if each.group is not None]
         if forwards == [self] or not weight_groups:
             return None
@@ -143,7 +147,7 @@ class ShardedForward:
         forwards = self.list_forwards()
         key = (compiler, *forwards)
         if key not in self._compiled_by_caller:
-            outer, blocks = wrap_dynamo_compiler(compiler), self._list_gathering_forwards()
+            outer, blocks = make_compiler_from_dynamo(compiler), self._list_gathering_forwards()
             compiled: dict[ShardedForward, CompiledModule] = {}
             # a full graph cannot gather weights block by block, so compile the whole module
             if outer.is_strict and blocks not in ([], [self]):
@@ -182,7 +186,7 @@ class ShardedForward:
 
     def _call_without_dynamo(self, args: Args, kwargs: Kwargs) -> object:
         """Call the module while Dynamo is off. If Dynamo was on, compiled modules use the compiler of the caller."""
-        compiler = stop_dynamo()
+        compiler = disable_dynamo_in_thread()
         if compiler is None:
             return self._dispatch_call(args, kwargs)
         try:
@@ -191,7 +195,7 @@ class ShardedForward:
             ):
                 return self._dispatch_call(args, kwargs)
         finally:
-            resume_dynamo(compiler)
+            restore_dynamo(compiler)
 
     def _dispatch_call(self, args: Args, kwargs: Kwargs) -> object:
         call = self._gather_and_compute if is_in_model_call() else self._call_on_mesh
@@ -214,8 +218,8 @@ class ShardedForward:
             self.context.warn_of_idle_dims(
                 type(self._get_module()).__name__, _find_sharded_input_dims((args, kwargs))
             )
-        takes_own_rows = is_unsharded and has_own_rows(self.context)
-        own_rows = OwnRows((args, kwargs), self.context) if takes_own_rows else None
+        takes_own_rows = is_unsharded and has_own_rows_per_process(self.context)
+        own_rows = RowsOfThisProcess((args, kwargs), self.context) if takes_own_rows else None
         with (
             self._slow_calls.time_call(self.context.options.progress),
             self._process_checks.compare_call(args, kwargs, own_rows),
@@ -228,7 +232,7 @@ class ShardedForward:
             with reduce_partial_sums_early(not all(map(is_batch_divisible, list_tensors((args, kwargs))))):
                 result = self._gather_and_compute(args, kwargs)
         if own_rows is not None:
-            return own_rows.extract_own_outputs(result)
+            return own_rows.extract_outputs_for_own_rows(result)
         return unshard_tensors(result) if is_unsharded else reduce_partial_sums(result)
 
     def _warn_of_uneven_batch(self) -> None:
@@ -263,7 +267,7 @@ class ShardedForward:
         if group is None:
             return self._compute_or_run_graph(compiled, args, kwargs)
         args, kwargs = group.cast_inputs(args, kwargs)
-        with gather_weights(group, self.context, list_tensors((args, kwargs))):
+        with gather_weights_temporarily(group, self.context, list_tensors((args, kwargs))):
             return group.cast_output(self._compute_or_run_graph(compiled, args, kwargs))
 
     def _compute_or_run_graph(self, compiled: CompiledModule | None, args: Args, kwargs: Kwargs) -> object:
@@ -330,7 +334,7 @@ def _compile_module(forward: Any, **options: Any) -> None:
     return forward.compile_at_next_call(options)
 
 
-def _find_original_forward(module: torch.nn.Module) -> Any:
+def _find_forward_set_by_user(module: torch.nn.Module) -> Any:
     """Return the `forward` that the user's code set on a module, or None if it has only that of its class."""
     forward = vars(module).get(_ATTRIBUTE)
     return forward._original if isinstance(forward, ShardedForward) else forward  # pyright: ignore[reportPrivateUsage]

@@ -65,7 +65,7 @@ class ModelCall:
         return ModelCall()
 
     @contextmanager
-    def mark_running(self) -> Generator[None]:
+    def mark_running_temporarily(self) -> Generator[None]:
         """Mark the model's call as running until the block ends."""
         self.is_running = True
         try:
@@ -91,7 +91,7 @@ class WeightGatherer:
         self._gathered_in_backward: tuple[object, dict[int, DTensor]] = (), {}
 
     @contextmanager
-    def gather_into_modules(self, context: ScopeContext) -> Generator[None]:
+    def gather_into_modules_temporarily(self, context: ScopeContext) -> Generator[None]:
         """Replace the weights in their modules by gathered ones until the block ends."""
         weights = [(weight, tensor) for weight in self._weights if (tensor := weight.tensor) is not None]
         stored = _StoredWeights(self, weights, context)
@@ -116,7 +116,7 @@ class WeightGatherer:
             return [regathered[key] for key in gathered_ids]
 
         with (
-            swap_tensors([(weight.attribute, old, new) for weight, old, new in replaced]),
+            swap_tensors_temporarily([(weight.attribute, old, new) for weight, old, new in replaced]),
             save_tensors_as_references([gathered[key] for key in gathered_ids], gather_again),
         ):
             yield
@@ -208,7 +208,7 @@ class _StoredWeights:
 
 
 @contextmanager
-def swap_tensors(
+def swap_tensors_temporarily(
     changes: Sequence[tuple[TensorAttribute, torch.Tensor | None, torch.Tensor]],
 ) -> Generator[None]:
     """Store new tensors in modules until the block ends. Each change is (attribute, old tensor, new tensor)."""

@@ -23,7 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors
-from layoutmap.adapters.torch.fsdp_own import GatheredWeight, ModelCall, WeightGatherer, swap_tensors
+from layoutmap.adapters.torch.fsdp_own import (
+    GatheredWeight,
+    ModelCall,
+    WeightGatherer,
+    swap_tensors_temporarily,
+)
 from layoutmap.adapters.torch.mesh_context import thread_state
 from layoutmap.adapters.torch.paths import TensorAttribute, find_paths_by_module_id
 from layoutmap.core.errors import join_names
@@ -147,11 +152,13 @@ def plan_weight_groups(
             else f"gather={context.options.own.gather!r}"
         )
         paths = [weight.path for weight in by_id.values()]
-        context.add_note(location, _format_gathering("layoutmap", context, paths, location))
+        context.add_note(location, _format_gathering_note("layoutmap", context, paths, location))
     return gatherings
 
 
-def _format_gathering(gathered_by: str, context: ScopeContext, paths: Sequence[str], reason: str = "") -> str:
+def _format_gathering_note(
+    gathered_by: str, context: ScopeContext, paths: Sequence[str], reason: str = ""
+) -> str:
     """Return the plan's note that `gathered_by`, such as layoutmap, gathers weights, with the reason, if any."""
     groups: dict[object, list[str]] = {}
     for path in paths:
@@ -193,7 +200,7 @@ def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], con
         main_dtype = max(dtypes, key=dtypes.__getitem__, default=None)
         unit_weights: list[tuple[DTensor, list[GatheredWeight]]] = []
         for tensor, places in weights.values():
-            if tensor.placements[mesh_dim].is_replicate():  # it is only cast, not gathered  # pyright: ignore[reportUnknownMemberType]
+            if tensor.placements[mesh_dim].is_replicate():  # only cast it: every device has it  # pyright: ignore[reportUnknownMemberType]
                 group.others += places
                 continue
             reason = _explain_why_fully_shard_fails(tensor, mesh_dim)
@@ -221,10 +228,10 @@ def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], con
     make_gather_unit(outermost, [made for each in below if (made := make_gather_unit(each)) is not None])
     if paths:
         context.add_note(
-            mesh.mesh_dim_names[mesh_dim], _format_gathering("torch's fully_shard", context, paths)
+            mesh.mesh_dim_names[mesh_dim], _format_gathering_note("torch's fully_shard", context, paths)
         )
     for reason, reason_paths in reasons.items():
-        context.add_note(reason, _format_gathering("layoutmap", context, reason_paths, reason))
+        context.add_note(reason, _format_gathering_note("layoutmap", context, reason_paths, reason))
 
 
 def _explain_why_fully_shard_fails(tensor: DTensor, mesh_dim: int) -> str:
@@ -240,16 +247,16 @@ def _explain_why_fully_shard_fails(tensor: DTensor, mesh_dim: int) -> str:
 
 def _list_modules_with_blocks(root: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module | None]]:
     """Return a pair for each module of a model: the module, and the block that contains it, or None."""
-    blocks_by_id: dict[int, tuple[torch.nn.Module, torch.nn.Module | None]] = {}
+    blocks_by_module_id: dict[int, tuple[torch.nn.Module, torch.nn.Module | None]] = {}
     pending: list[tuple[torch.nn.Module, torch.nn.Module | None]] = [(root, None)]
     while pending:
         module, block = pending.pop()
-        if id(module) in blocks_by_id:
+        if id(module) in blocks_by_module_id:
             continue
-        blocks_by_id[id(module)] = module, block
+        blocks_by_module_id[id(module)] = module, block
         are_blocks = block is None and _has_block_children(module)
         pending.extend((child, child if are_blocks else block) for child in reversed(list(module.children())))
-    return list(blocks_by_id.values())
+    return list(blocks_by_module_id.values())
 
 
 def _has_block_children(module: torch.nn.Module) -> bool:
@@ -264,7 +271,7 @@ def _has_block_children(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def gather_weights(
+def gather_weights_temporarily(
     group: WeightGroup, context: ScopeContext, inputs: Sequence[torch.Tensor]
 ) -> Generator[None]:
     """Replace a module's weights by gathered ones until the block ends, so that the module computes with them.
@@ -274,24 +281,28 @@ def gather_weights(
         context: The scope.
         inputs: The tensors that the module is called with.
     """
-    gather_again = functools.partial(gather_weights, group, context, ())
+    gather_again = functools.partial(gather_weights_temporarily, group, context, ())
     unit = group.unit
     sharded = [places[0].tensor for places in group.unit_attributes]
     with ExitStack() as stack:
         if group.is_outermost and not group.model_call.is_running:
-            stack.enter_context(group.model_call.mark_running())
+            stack.enter_context(group.model_call.mark_running_temporarily())
         remaining = group.weights
         # A unit supports only the dtypes of its creation, and one forward pass at a time. If it cannot gather,
         # layoutmap gathers all weights.
         if unit is not None and unit.can_be_reused_for(sharded):
-            tensors = stack.enter_context(unit.gather_parameters(inputs))
+            tensors = stack.enter_context(unit.gather_parameters_temporarily(inputs))
             replacements = zip(group.unit_attributes, sharded, tensors, strict=True)
             stack.enter_context(
-                swap_tensors([(at, old, new) for places, old, new in replacements for at in places])
+                swap_tensors_temporarily(
+                    [(at, old, new) for places, old, new in replacements for at in places]
+                )
             )
             remaining = group.others
         if remaining:
-            stack.enter_context(group.get_or_make_gatherer(remaining).gather_into_modules(context))
+            stack.enter_context(
+                group.get_or_make_gatherer(remaining).gather_into_modules_temporarily(context)
+            )
         inner = (*thread_state.gatherings, gather_again)
         stack.enter_context(set_attribute_temporarily(thread_state, "gatherings", inner))
         yield

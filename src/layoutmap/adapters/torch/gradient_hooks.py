@@ -23,7 +23,9 @@ from layoutmap.engines.torch.gather import GradientReducer
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import get_parameters_and_buffers
 
-_HOOKED_ID = "_layoutmap_watched"  # attribute with the hooked parameter's id; a copy has a different id
+_HOOKED_ID = (
+    "_layoutmap_watched"  # attribute with the hooked parameter's id, which differs from the id of its copy
+)
 
 
 class GradientHooks:

@@ -24,7 +24,7 @@ def make_untraceable_module_error(module: torch.nn.Module, exporter: str) -> Unt
     return UntraceableModuleError(
         f"{type(module).__name__}: {exporter} cannot trace a sharded module",
         why="its collectives belong to this mesh, and such a graph is for one device",
-        fix="build the model again without a scope, load these values, and trace that: "
+        fix="build the model again without a scope, load the values of this model, and trace the new one: "
         "plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})",
     )
 
@@ -42,7 +42,8 @@ def check_not_transformed_or_traced(module: torch.nn.Module) -> None:
             f"{type(module).__name__}: torch.func is applied to a sharded module",
             facts={"transform": transform.key().name.lower()},
             why="its collectives have custom gradients, which torch.func cannot transform",
-            fix="call it with the whole batch, and use torch.autograd.grad or torch.autograd.functional",
+            fix="use torch.autograd.grad or torch.autograd.functional for gradients, and pass the whole batch "
+            "instead of vmap",
         )
     if is_traced_by_jit():
         raise make_untraceable_module_error(module, "torch.jit.trace")

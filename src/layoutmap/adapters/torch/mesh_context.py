@@ -62,7 +62,7 @@ def compute_on_mesh(context: ScopeContext) -> Generator[None]:
     with (
         set_attribute_temporarily(thread_state, "context", context),
         _CHECKPOINTS.activate(),
-        _replace_inference_mode(),
+        _replace_inference_mode_temporarily(),
         context.engine.run_on(context.policy.mesh, context.options.own.draws),
     ):
         yield
@@ -76,13 +76,13 @@ def reduce_partial_sums_early(is_uneven: bool) -> Generator[None]:
         yield
 
 
-def mark_graph_recording() -> AbstractContextManager[None]:
+def mark_graph_recording_temporarily() -> AbstractContextManager[None]:
     """Mark this thread as recording a graph until the block ends, so that inner modules compile no graphs."""
     return set_attribute_temporarily(thread_state, "is_recording", True)
 
 
 @contextmanager
-def _replace_inference_mode() -> Generator[None]:
+def _replace_inference_mode_temporarily() -> Generator[None]:
     """Replace `torch.inference_mode` by `no_grad` until the block ends, because DTensors have no views in it."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():

@@ -59,7 +59,7 @@ def _report_or_reject_module(module: torch.nn.Module, name: str, parameter: obje
             facts={"parameter": name},
             why=f"{session.library} is imported too, and a scope is for one library: this module would "
             "stay unsharded",
-            fix='pass library="torch"',
+            fix='pass library="torch" to the scope, or build the module outside of it',
         )
 
 

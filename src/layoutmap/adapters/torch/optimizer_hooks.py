@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.compiled import check_can_be_compiled
-from layoutmap.adapters.torch.fingerprints import describe_optimizer
+from layoutmap.adapters.torch.fingerprints import iterate_optimizer_texts
 from layoutmap.adapters.torch.optimizer_state import check_slots_match_unsharded
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
@@ -33,7 +33,7 @@ with ImportErrorConverter("torch"):
 
 # How many parameter groups each optimizer had at its last check, so that it is checked again if it has more.
 _num_compared_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-# From the id of each tensor that a DTensor replaced to the tensor and its path.
+# For each tensor that a DTensor replaced: from its id to a weak reference to it and its path.
 _replaced_tensors: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
@@ -93,7 +93,7 @@ def _check_optimizer_can_be_sharded(optimizer: torch.optim.Optimizer, parameter:
     layout = engine.get_layout(parameter)
     if layout is not None:
         gather = functools.partial(engine.gather_from_processes, mesh=layout.mesh)
-        check_same_program("optimizer.step", describe_optimizer(optimizer), gather)
+        check_same_program("optimizer.step", iterate_optimizer_texts(optimizer), gather)
         weights = (each for group in optimizer.param_groups for each in group["params"])
         unsharded = [(n, each) for n, each in enumerate(weights) if not isinstance(each, DTensor)]
         check_same_values(

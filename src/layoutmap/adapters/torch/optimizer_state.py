@@ -25,7 +25,7 @@ from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch.element_types import format_dtype
-from layoutmap.engines.torch.modes import TorchDispatchMode, leave_function_modes
+from layoutmap.engines.torch.modes import TorchDispatchMode, suspend_function_modes
 from layoutmap.engines.torch.operators import list_written_arguments
 from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor
 from layoutmap.engines.torch.storages import get_storage_key
@@ -123,7 +123,7 @@ def _run_step_on_copy(
             except Exception:  # a step that needs values or a closure fails; the real step reports its errors
                 failed = True
             slots = copied.state[parameter]
-            slot_kinds = {name: tree_map(_describe_slot, slot) for name, slot in slots.items()}
+            slot_kinds = {name: tree_map(_find_slot_form, slot) for name, slot in slots.items()}
     finally:
         torch.set_rng_state(torch_state)
     return slot_kinds, failed
@@ -133,7 +133,7 @@ def _run_step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Run one optimizer step without hooks, function modes, and compilation."""
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    with torch.compiler.set_stance("force_eager"), leave_function_modes():
+    with torch.compiler.set_stance("force_eager"), suspend_function_modes():
         step(optimizer)
 
 
@@ -200,7 +200,7 @@ class _ExistingTensorWriteCheck(TorchDispatchMode):
         return result
 
 
-def _describe_slot(value: object) -> object:
+def _find_slot_form(value: object) -> object:
     """Return the `SlotForm` of a tensor, or the name of the type of any other value."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__

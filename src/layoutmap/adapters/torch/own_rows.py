@@ -29,7 +29,7 @@ from layoutmap.engines.torch.trees import tree_leaves
 _PADDING = "drop the last batch, or pad it with rows whose labels are ignored"
 
 
-def has_own_rows(context: ScopeContext) -> bool:
+def has_own_rows_per_process(context: ScopeContext) -> bool:
     """Return whether each process passes its own rows to the models of a scope."""
     return context.spans_processes and context.options.own.rows == "own"
 
@@ -52,7 +52,7 @@ def gather_rows(tensor: torch.Tensor, context: ScopeContext) -> torch.Tensor:
     return unshard_tensors(make_dtensor_from_shards(local_rows, mesh, placements))
 
 
-class OwnRows:
+class RowsOfThisProcess:
     """The rows of the global batch that this process passes in one call.
 
     Args:
@@ -155,10 +155,10 @@ class OwnRows:
         return map_tensors(shard_rows, values)
 
     @skip_function_modes
-    def extract_own_outputs(self, values: object) -> Any:
+    def extract_outputs_for_own_rows(self, values: object) -> Any:
         """Return unsharded outputs. Of an output with rows of the batch, only the rows of this process are returned."""
 
-        def extract_own_output(tensor: torch.Tensor) -> object:
+        def extract_output_for_own_rows(tensor: torch.Tensor) -> object:
             if not isinstance(tensor, DTensor) or not tensor.ndim or tensor.shape[0] % self._num_shards:
                 return unshard_tensors(tensor)
             batch = self._find_batch_placements(tuple(tensor.shape))
@@ -170,12 +170,12 @@ class OwnRows:
             if not is_sharded and not self._has_rows(tensor, self._num_shards):
                 return unshard_tensors(tensor)
             rows = get_local(redistribute_if_needed(cast(DTensor, tensor.detach()), batch))
-            return _OwnRowsWithoutBackward.apply(tensor, rows) if tensor.requires_grad else rows
+            return _RowsOfThisProcessWithoutBackward.apply(tensor, rows) if tensor.requires_grad else rows
 
-        return map_tensors(extract_own_output, values)
+        return map_tensors(extract_output_for_own_rows, values)
 
 
-class _OwnRowsWithoutBackward(AutogradFunction):
+class _RowsOfThisProcessWithoutBackward(AutogradFunction):
     """Return one process's rows, and raise in backward, because a loss of these rows lacks all other rows."""
 
     @staticmethod

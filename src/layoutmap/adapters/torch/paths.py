@@ -83,21 +83,23 @@ def is_keras_module(module: torch.nn.Module) -> bool:
 
 def list_model_tensors(root: torch.nn.Module) -> list[ModelTensor]:
     """Return the parameters of a model, then its buffers. A tensor with several names is returned once."""
-    tensors_by_id: dict[int, ModelTensor] = {}
+    model_tensors_by_tensor_id: dict[int, ModelTensor] = {}
     modules = list_modules(root, remove_duplicate=False)  # include all names of a shared module
     for is_buffer in (False, True):
         for prefix, module in modules:
             members = module.named_buffers if is_buffer else module.named_parameters
             for name, tensor in members(recurse=False, remove_duplicate=False):
                 path = f"{prefix}.{name}" if prefix else name
-                model_tensor = tensors_by_id.get(id(tensor))
+                model_tensor = model_tensors_by_tensor_id.get(id(tensor))
                 if model_tensor is None:
-                    model_tensor = tensors_by_id[id(tensor)] = ModelTensor(tensor, path, is_buffer)
+                    model_tensor = model_tensors_by_tensor_id[id(tensor)] = ModelTensor(
+                        tensor, path, is_buffer
+                    )
                 else:
                     model_tensor.aliases.append(path)
                 if TensorAttribute(module, name) not in model_tensor.attributes:
                     model_tensor.attributes.append(TensorAttribute(module, name))
-    return list(tensors_by_id.values())
+    return list(model_tensors_by_tensor_id.values())
 
 
 def find_paths_by_module_id(root: torch.nn.Module) -> dict[int, str]:

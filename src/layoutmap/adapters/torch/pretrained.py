@@ -68,7 +68,7 @@ class _TensorOffset(NamedTuple):
 
 
 # A gather would send all bytes over the network, so each process writes its own shards (decisions/0096).
-def save_own_shards(
+def save_model_in_parallel(
     save: Function, directory: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
 ) -> bool:
     """Save a model in parallel: each process writes its own shards. All processes of the mesh must call it.
@@ -140,7 +140,7 @@ def _write_files_without_sharded_values(
             why="save_pretrained writes a folder",
             fix="pass a folder, or a path that does not exist yet",
         )
-    names: dict[int, str] = {}
+    names_by_placeholder_id: dict[int, str] = {}
     placeholders: dict[int, torch.Tensor] = {}  # one for each shared tensor, so that it is saved once
     state: dict[str, object] = dict(tensors)
     for name in layouts:
@@ -148,29 +148,35 @@ def _write_files_without_sharded_values(
         key = get_storage_key(get_local(tensor))
         if key not in placeholders:
             placeholders[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            names[id(placeholders[key])] = name
+            names_by_placeholder_id[id(placeholders[key])] = name
         state[name] = placeholders[key]
     with _capture_saved_files() as files:
         save(folder, state_dict=state)
-    if any(each.is_meta and id(each) not in names for _, content in files for each in content.values()):
+    if any(
+        each.is_meta and id(each) not in names_by_placeholder_id
+        for _, content in files
+        for each in content.values()
+    ):
         return None
     return [
-        place for file, content in files for place in _write_unsharded_values(folder, file, content, names)
+        place
+        for file, content in files
+        for place in _write_file_without_sharded_values(folder, file, content, names_by_placeholder_id)
     ]
 
 
-def _write_unsharded_values(
-    folder: Path, file: str, content: Mapping[str, torch.Tensor], names: Mapping[int, str]
+def _write_file_without_sharded_values(
+    folder: Path, file: str, tensors: Mapping[str, torch.Tensor], names_by_placeholder_id: Mapping[int, str]
 ) -> list[_TensorOffset]:
     """Write a file of the final size with its header and unsharded values. Return where its sharded values belong."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     # safetensors sorts by element size, so that each tensor is aligned. Use the same order.
-    ordered = sorted(content.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
+    ordered = sorted(tensors.items(), key=lambda each: (-each[1].dtype.itemsize, each[0]))
     for name, tensor in ordered:
         end = offset + tensor.numel() * tensor.dtype.itemsize
         entries[name] = {
-            "dtype": _find_dtype_name(tensor.dtype),
+            "dtype": _find_safetensors_dtype_name(tensor.dtype),
             "shape": [*tensor.shape],
             "data_offsets": [offset, end],
         }
@@ -184,7 +190,7 @@ def _write_unsharded_values(
         for name, tensor in ordered:
             start = data_start + entries[name]["data_offsets"][0]
             if tensor.is_meta:
-                offsets.append(_TensorOffset(names[id(tensor)], file, start))
+                offsets.append(_TensorOffset(names_by_placeholder_id[id(tensor)], file, start))
             else:
                 sink.seek(start)
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -192,7 +198,7 @@ def _write_unsharded_values(
     return offsets
 
 
-def _find_dtype_name(dtype: torch.dtype) -> str:
+def _find_safetensors_dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of an element type."""
     from safetensors.torch import save
 
@@ -212,7 +218,7 @@ def _write_shards(
         for position, (name, file, start) in enumerate(offsets):
             if file not in files:
                 files[file] = os.open(folder / file, os.O_RDWR)
-            for index, values in _iterate_own_shards(tensors[name], layouts[name], position):
+            for index, values in _iterate_shards_to_write(tensors[name], layouts[name], position):
                 _write_block(files[file], start, tensors[name].shape, index, values)
         for each in files.values():
             os.fsync(each)  # flush before the index lists the file
@@ -227,7 +233,7 @@ def _write_shards(
             os.close(each)
 
 
-def _iterate_own_shards(
+def _iterate_shards_to_write(
     tensor: torch.Tensor, layout: Layout, turn: int
 ) -> Iterator[tuple[Index, NumpyArray]]:
     """Yield the shards that this process writes. Of the processes with equal shards, `turn` selects one."""

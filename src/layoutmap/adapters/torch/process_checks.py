@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import list_tensors
-from layoutmap.adapters.torch.fingerprints import describe_module
-from layoutmap.adapters.torch.own_rows import OwnRows
+from layoutmap.adapters.torch.fingerprints import iterate_module_texts
+from layoutmap.adapters.torch.own_rows import RowsOfThisProcess
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.engines.agreement import (
     CallComparisonSchedule,
@@ -33,7 +33,7 @@ class ProcessChecks:
     def __init__(self, context: ScopeContext) -> None:
         self._context = context
         self._schedule = CallComparisonSchedule()
-        self._modes: set[object] = set()  # the program was compared for these pairs (training, grad enabled)
+        self._modes: set[object] = set()  # pairs (training, grad enabled) for which the program was compared
 
     def check_program_of_module(self, module: torch.nn.Module, forwards: Iterable[object]) -> None:
         """Raise if the module or its code differs between processes. Check only the first call of each mode.
@@ -45,7 +45,7 @@ class ProcessChecks:
         # A `forward` may branch on both flags, so compare the processes for each pair of them.
         mode = (module.training, torch.is_grad_enabled())
         if mode not in self._modes:
-            parts = describe_module(module, forwards)
+            parts = iterate_module_texts(module, forwards)
             check_same_program(f"{type(module).__name__}.forward", parts, self._context.gather_from_processes)
             self._modes.add(mode)
 
@@ -56,7 +56,7 @@ class ProcessChecks:
         check_same_values(sums, self._context.gather_from_processes)
 
     @contextmanager
-    def compare_call(self, args: Args, kwargs: Kwargs, own_rows: OwnRows | None) -> Generator[None]:
+    def compare_call(self, args: Args, kwargs: Kwargs, own_rows: RowsOfThisProcess | None) -> Generator[None]:
         """Raise if batches or random numbers differ between processes for the call that runs in the block.
 
         Args:

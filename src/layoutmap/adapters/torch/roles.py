@@ -15,14 +15,14 @@ _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """Names that attention modules of transformers have for the size of a head."""
 
 
-def find_head_sizes_by_child(root: torch.nn.Module) -> dict[int, int]:
+def find_head_sizes_by_module_id(root: torch.nn.Module) -> dict[int, int]:
     """Return a dict from the id of each direct child of an attention module to the head size of this module."""
-    sizes_by_id: dict[int, int] = {}
+    sizes_by_module_id: dict[int, int] = {}
     for module in root.modules():
         size = next((n for name in _HEAD_SIZES if isinstance(n := getattr(module, name, None), int)), None)
         if size is not None:
-            sizes_by_id.update((id(child), size) for child in module.children())
-    return sizes_by_id
+            sizes_by_module_id.update((id(child), size) for child in module.children())
+    return sizes_by_module_id
 
 
 def find_axis_use(model_tensor: ModelTensor, head_sizes: dict[int, int]) -> AxesUse | None:

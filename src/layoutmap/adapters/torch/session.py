@@ -38,7 +38,7 @@ from layoutmap.adapters.torch.paths import (
     list_model_tensors,
     make_model_names,
 )
-from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_child
+from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_module_id
 from layoutmap.adapters.torch.swap import (
     copy_user_attributes,
     replace_tensors_in_module,
@@ -64,20 +64,22 @@ _ONLY_A_PLAN = "it was only planned, so it has no values"
 _FAILED = "its scope failed, so it has no values"
 
 
-def describe_tensors(roots: Sequence[torch.nn.Module], *, is_new: bool = False) -> Iterator[DescribedTensor]:
+def describe_tensors(
+    roots: Sequence[torch.nn.Module], *, skips_dtensors: bool = False
+) -> Iterator[DescribedTensor]:
     """Yield each tensor of models with its description as a variable of a plan.
 
     Args:
         roots: The models.
-        is_new: Whether they were built in a scope. DTensors are then left out, since an inner scope has sharded them.
+        skips_dtensors: Whether to leave out DTensors, which in a scope come from an inner scope that sharded them.
     """
     seen: set[int] = set()
     for name, root in zip(make_model_names(roots), roots, strict=True):
-        sizes = find_head_sizes_by_child(root)
+        sizes = find_head_sizes_by_module_id(root)
         derived = find_lora_factors(root)
         for model_tensor in list_model_tensors(root):
             tensor = model_tensor.tensor
-            if id(tensor) in seen or is_lazy(tensor) or (is_new and isinstance(tensor, DTensor)):
+            if id(tensor) in seen or is_lazy(tensor) or (skips_dtensors and isinstance(tensor, DTensor)):
                 continue
             seen.add(id(tensor))
             kind = Kind.STATE if model_tensor.is_buffer else Kind.WEIGHT
@@ -181,7 +183,7 @@ class TorchSession:
                 raise ScopeError(
                     f"{type(module).__name__}: a Keras layer is built in a scope for torch modules",
                     why="a scope is for one library, and Keras models need a scope for Keras",
-                    fix='pass library="keras"',
+                    fix='pass library="keras" to the scope, or build the layer outside of it',
                 )
             self._modules[key] = weakref.ref(module, lambda _: self._modules.pop(key, None))
             self.patches.install_if_imported()  # the user's code may import transformers inside the scope
@@ -219,7 +221,7 @@ class TorchSession:
         self._unbuilt = [path for root in roots for path in list_lazy_layers(root)]
         if self._unbuilt and not self.context.plan_only:
             self._raise_lazy_layers_error(roots)
-        entries = list(describe_tensors(roots, is_new=is_new))
+        entries = list(describe_tensors(roots, skips_dtensors=is_new))
         recipes = {
             e.spec.key: self._tape.make_recipe(t)
             for e in entries
@@ -240,7 +242,7 @@ class TorchSession:
             else:
                 self._create_and_install_arrays(roots, entries, assignments)
         except BaseException:
-            if is_new:  # an existing model still has its values
+            if is_new:  # only a new model has lost its values
                 self._mark_valueless(roots, _FAILED)
             raise
         finally:
@@ -380,7 +382,7 @@ class TorchSession:
             groups = plan_weight_groups(root, layouts, self.context)
             graphs: dict[object, Any] = {}
             for module in (root, *iterate_descendants(root)):
-                if find_forward(module) is None:  # after an earlier `apply`, the module has this hook
+                if find_forward(module) is None:  # a module that was sharded before has the hook already
                     module.register_load_state_dict_pre_hook(_redistribute_state_dict)  # pyright: ignore[reportUnknownMemberType]
                 path = paths.get(id(module), "")
                 group = groups.get(id(module))

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.boundary import gather_to_cpu
 from layoutmap.adapters.torch.forward import find_forward
-from layoutmap.adapters.torch.pretrained import save_own_shards, wrap_save_file
+from layoutmap.adapters.torch.pretrained import save_model_in_parallel, wrap_save_file
 from layoutmap.adapters.torch.trainers import (
     iterate_accelerate_patches,
     iterate_lightning_patches,
@@ -142,7 +142,7 @@ def _wrap_save_in_parallel(original: Function) -> Function:
             def save_to_folder(folder: object, **state: object) -> None:
                 original(self, folder, *args, **options | {"is_main_process": True} | state)
 
-            if save_own_shards(save_to_folder, directory, tensors):
+            if save_model_in_parallel(save_to_folder, directory, tensors):
                 return None
         return save_gathered(self, directory, *args, **options)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import gather_to_cpu, map_tensors, unshard_tensors
 from layoutmap.adapters.torch.forward import find_forward
-from layoutmap.adapters.torch.own_rows import find_row_shard_index, gather_rows, has_own_rows
+from layoutmap.adapters.torch.own_rows import find_row_shard_index, gather_rows, has_own_rows_per_process
 from layoutmap.core.specs import count_batch_shards
 from layoutmap.engines.patches import AttributePatch, make_patch_if_present
 from layoutmap.engines.torch import simulation
@@ -168,7 +168,7 @@ class _SingleProcessPatch:
                 state.update(single_process)
 
     def remove(self) -> None:
-        """Report the real number of processes to accelerate again."""
+        """Report the real number of processes to accelerate, as before `install`."""
         self.rows = None
         for state, before in self._original_states:
             if state:
@@ -186,7 +186,7 @@ def _count_one_process_for_shared_model(*values: object) -> None:
     contexts = [each for each in map(_find_multiprocess_scope, values) if each is not None]
     if contexts:
         install_patches(_SINGLE_PROCESS)
-        _SINGLE_PROCESS.rows = next(filter(has_own_rows, contexts), None)
+        _SINGLE_PROCESS.rows = next(filter(has_own_rows_per_process, contexts), None)
 
 
 def iterate_trainer_patches() -> Iterator[AttributePatch]:

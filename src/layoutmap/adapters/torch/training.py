@@ -136,7 +136,8 @@ def get_or_make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         raise ScopeError(
             f"{type(model).__name__}: the optimizer of this model is unknown",
             why="a torch model does not contain its optimizer",
-            fix="pass an optimizer: layoutmap.adapters.torch.train_with(model, loss=.., optimizer=..), or use steps=0",
+            fix="pass an optimizer: layoutmap.adapters.torch.train_with(model, loss=.., optimizer=..), "
+            "or call check_parity with steps=0",
         )
     if training.optimizer is None:
         # Frozen weights have no gradients, so the optimizer does not get them.

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from layoutmap.core.errors import CheckpointError, shorten_repr
 
-_MOST_AXES = 64
+_MAX_AXES = 64
 _MAX_TUPLE_ELEMENTS = 10_000  # limit for the elements of a tuple, including those of nested tuples
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -250,10 +250,10 @@ def _check_tuple_sizes(data: bytes) -> None:
 
 
 def validate_sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    """Return non-negative whole numbers as a tuple, or raise a `ValueError` for other values or too many of them."""
+    """Return non-negative integers as a tuple, or raise a `ValueError` for other values or too many of them."""
     found = tuple(values)
-    if len(found) > _MOST_AXES or not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"{shorten_repr(found)} are not sizes")
+    if len(found) > _MAX_AXES or not all(type(n) is int and n >= 0 for n in found):
+        raise ValueError(f"{shorten_repr(found)} are not the sizes of an array")
     return found
 
 

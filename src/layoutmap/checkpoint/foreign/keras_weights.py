@@ -23,7 +23,7 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
 
 _WEIGHTS = "model.weights.h5"
-_MOST_DEPTH = 64
+_MAX_DEPTH = 64
 
 
 class KerasWeights(Source):
@@ -103,7 +103,7 @@ def _iterate_hdf5_datasets(
         found = group[name]
         address = h5py.h5o.get_info(found.id).addr
         # Two hard links to each of 40 nested groups would give 2^40 paths, so each object is read once.
-        if address in seen_addresses or path.count("/") > _MOST_DEPTH:
+        if address in seen_addresses or path.count("/") > _MAX_DEPTH:
             raise _make_keras_error(
                 file, f"{path[:200]}: it has two paths or too many levels", "Keras writes no such objects"
             )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.gate import MOST_SMALL_BYTES, check_regular_file, check_size_limit
+from layoutmap.checkpoint.gate import MAX_SMALL_FILE_BYTES, check_regular_file, check_size_limit
 from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape
 from layoutmap.core.errors import CheckpointError
 
@@ -73,7 +73,7 @@ class ByteFile:
             done += count
         self.bytes_read += done
 
-    def read_whole(self, max_bytes: int = MOST_SMALL_BYTES) -> bytes:
+    def read_whole(self, max_bytes: int = MAX_SMALL_FILE_BYTES) -> bytes:
         """Return all bytes of a small file.
 
         Raises:

@@ -24,7 +24,7 @@ from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
 
 INDEX = ".safetensors.index.json"
-_MOST_HEADER_BYTES = 100_000_000  # limit of the safetensors library
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 _DTYPE_NAMES = {there: name for name, there in SAFETENSORS.items()}
 _FIX = "download or copy the file again, or write it again with the library safetensors"
 
@@ -178,7 +178,7 @@ def _find_files_and_read_index(path: Path) -> tuple[list[Path], dict[str, str] |
 def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
     """Return a pair: the offset of the values in a file, and a dict from name to entry of the file's header."""
     length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
-    if not 2 <= length <= min(_MOST_HEADER_BYTES, file.num_bytes - 8):
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, file.num_bytes - 8):
         raise _make_file_error(
             file,
             "this is not a safetensors file, or it is truncated",
@@ -220,7 +220,7 @@ def _parse_tensor_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int
     except (TypeError, KeyError, ValueError):
         shape, begin, end, code, sound = tuple[int, ...](), 0, 0, "", False
     if not sound:
-        why = "it needs a dtype, and a shape and two data_offsets of whole numbers from 0 on"
+        why = "it needs a dtype, and a shape and two data_offsets of integers of 0 or more"
         raise _make_file_error(file, f"tensor {name!r}: its entry is invalid", why, entry=shorten_repr(entry))
     if code not in _DTYPE_NAMES:
         known = f"the known types are {', '.join(_DTYPE_NAMES)}"

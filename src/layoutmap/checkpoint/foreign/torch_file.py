@@ -25,9 +25,9 @@ from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names
 
-_MOST_PICKLE_BYTES = 1 << 24
-_MOST_DEPTH = 32
-_MOST_NAME = 4096
+_MAX_PICKLE_BYTES = 1 << 24
+_MAX_DEPTH = 32
+_MAX_NAME_LENGTH = 4096
 _FIX = "save the state dict again with torch.save, which has made such archives since torch 1.6"
 
 
@@ -59,7 +59,7 @@ class TorchFile(Source):
             for name, file in find_files_in_archive(whole, self.where, _FIX).items()
         }
         head = files.get("data.pkl")
-        if head is None or head.num_bytes > _MOST_PICKLE_BYTES:
+        if head is None or head.num_bytes > _MAX_PICKLE_BYTES:
             raise self._make_torch_file_error(
                 "its pickle is missing or too large", f"data.pkl is expected among {join_names([*files])}"
             )
@@ -151,12 +151,12 @@ def _iterate_tensors(where: str, root: object, max_entries: int) -> Iterator[tup
     while pending:
         path, value = pending.pop()
         count += 1
-        if count > max_entries or len(path) > _MOST_DEPTH or sum(map(len, path)) > _MOST_NAME:
+        if count > max_entries or len(path) > _MAX_DEPTH or sum(map(len, path)) > _MAX_NAME_LENGTH:
             raise make_torch_file_error(
                 where,
                 "its nested mappings and lists have too many entries, too many levels, or too long keys",
-                f"at most {max_entries} entries, {_MOST_DEPTH} levels, and {_MOST_NAME} characters of joined keys are "
-                "allowed, and mappings that contain each other have no end",
+                f"at most {max_entries} entries, {_MAX_DEPTH} levels, and {_MAX_NAME_LENGTH} characters of joined keys "
+                "are allowed, and mappings that contain each other have no end",
                 fix="save only the tensors, as in torch.save(model.state_dict(), file)",
             )
         if isinstance(value, PickledTensor):

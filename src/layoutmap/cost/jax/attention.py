@@ -41,7 +41,7 @@ class AttentionCallCounts:
 
     fuses_all_calls: bool  # whether each call counts as fused, even if the model calls no fused kernel
     num_scored: int = 0  # number of calls that store the attention scores
-    num_fused: int = 0  # number of fused calls, which do not store them
+    num_fused: int = 0  # number of fused calls, which store no attention scores
 
     @property
     def notes(self) -> list[str]:

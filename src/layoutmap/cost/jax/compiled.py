@@ -18,7 +18,7 @@ from layoutmap.cost.jax.partitioner import ENVIRONMENT
 from layoutmap.cost.jax.targets import Target, find_target
 from layoutmap.cost.verified import StepTooLargeError
 
-_MOST_SIGNS = 500  # number of characters of XLA's message to show
+_MAX_MESSAGE_LENGTH = 500  # in characters; the rest of XLA's message is not shown
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _make_compile_error(target_name: str, target: Target, exit_status: int, stde
     errors = _ERROR.findall(stderr_text) or stderr_text.splitlines() or ["nothing"]
     installed = {package: _get_package_version(package) for package in ("jaxlib", *target.packages)}
     facts = {
-        "XLA said": errors[-1].strip()[:_MOST_SIGNS],
+        "XLA said": errors[-1].strip()[:_MAX_MESSAGE_LENGTH],
         "versions": ", ".join(f"{package} {found}" for package, found in installed.items()),
     }
     if "RESOURCE_EXHAUSTED" in facts["XLA said"]:

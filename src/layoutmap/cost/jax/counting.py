@@ -50,14 +50,21 @@ def _add_scaled_values(first: Mapping[Any, int], second: Mapping[Any, int], time
 
 
 def compute_step_counts(
-    block: Block, paths: Sequence[str], donated: Mapping[int, int], *, with_peak_tensors: bool = False
+    block: Block,
+    paths: Sequence[str],
+    argument_by_donated_result: Mapping[int, int],
+    *,
+    with_peak_tensors: bool = False,
 ) -> StepCounts:
     """Count the collectives, operations, and memory of a partitioned step.
 
-    `paths` has the arguments' paths. `donated` maps a result's index to that of the argument whose memory it reuses.
+    `paths` has the arguments' paths. `argument_by_donated_result` maps the
+    index of a result to that of the argument that gives it its memory.
     """
-    causes = CauseFinder(block, paths, batches={*paths[len(donated) :]})
-    memories = compute_memory_per_order(block, donated, causes.describe_value if with_peak_tensors else None)
+    causes = CauseFinder(block, paths, batches={*paths[len(argument_by_donated_result) :]})
+    memories = compute_memory_per_order(
+        block, argument_by_donated_result, causes.describe_value if with_peak_tensors else None
+    )
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
     held = {
         (n, *key, what): num_bytes
@@ -102,7 +109,7 @@ def iterate_ops_with_run_counts(block: Block, times: int = 1) -> Iterator[tuple[
             yield from iterate_ops_with_run_counts(inner, times * op.trips)
 
 
-_MOST_OPS_PASSED = 64
+_MAX_PASSED_OPS = 64
 _PASSED_BACKWARD = MOVES | {
     "slice",
     "dynamic_slice",
@@ -165,7 +172,7 @@ class CauseFinder:
 
     def _find_copied_argument_path(self, value: Value) -> str:
         """Return the path of the argument that a value copies, casts, slices, or gathers, or "" if there is none."""
-        for _ in range(_MOST_OPS_PASSED):
+        for _ in range(_MAX_PASSED_OPS):
             if id(value) in self._names:
                 return self._names[id(value)]
             if id(value) in self._loop_operands:
@@ -179,7 +186,7 @@ class CauseFinder:
     def _find_updated_weight_path(self, value: Value) -> str:
         """Return the path of the weight that an update changes by the gradient `value`, or "" if there is none."""
         todo, seen = [value], {id(value)}
-        for _ in range(_MOST_OPS_PASSED):
+        for _ in range(_MAX_PASSED_OPS):
             if not todo:
                 return ""
             value = todo.pop(0)

@@ -67,7 +67,7 @@ class Op:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Arguments and operations of a step, a loop's body, or a branch. The last operation returns."""
+    """Arguments and operations of a step, a loop's body, or a branch. The last operation is the return."""
 
     arguments: list[Value]
     ops: list[Op]
@@ -116,7 +116,7 @@ def detach_from_operands(op: Op) -> None:
 
 
 def remove_unused_operations(block: Block) -> None:
-    """Remove operations from a block if no operation uses their results. Returns and custom calls stay."""
+    """Remove operations from a block if no operation uses their results. Return operations and custom calls stay."""
     kept: list[Op] = []
     for op in reversed(block.ops):
         if op.name in ("return", "custom_call"):

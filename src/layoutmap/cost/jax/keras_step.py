@@ -142,7 +142,7 @@ class _CountedStep:
             return found, [scope.get_current_value(variables[key]) for key in frozen]
 
         kept = [variables[key] for key in frozen]
-        with _PATCHES.activate(), _report_layer_calls(tracer, self._layers, kept):
+        with _PATCHES.activate(), _report_layer_calls_temporarily(tracer, self._layers, kept):
             (value, others), gradients = jax.value_and_grad(compute_loss, has_aux=True)(
                 [values[k] for k in trained]
             )
@@ -178,7 +178,9 @@ def _format_path(path: tuple[object, ...]) -> str:
 
 
 @contextmanager
-def _report_layer_calls(tracer: StepTracer, layers: Layers, state: Sequence[object]) -> Generator[None]:
+def _report_layer_calls_temporarily(
+    tracer: StepTracer, layers: Layers, state: Sequence[object]
+) -> Generator[None]:
     """Replace the `call` of layers until the block ends, so that the tracer gets each call and the layer's path."""
     before: list[tuple[keras.Layer, object]] = []
     try:
@@ -199,13 +201,13 @@ def _wrap_with_call_report(tracer: StepTracer, path: str, original: Call, state:
     first = next(iter(inspect.signature(original).parameters), "")
 
     @functools.wraps(original)
-    def call_and_report(*args: object, **kwargs: object) -> object:
+    def call_and_report_to_tracer(*args: object, **kwargs: object) -> object:
         if not args and first in kwargs:  # the tracer expects the input as a positional argument
             args = (kwargs.pop(first),)
         function = _wrap_with_recomputation(original, state) if tracer.should_recompute(path) else original
         return tracer.call_layer(path, function, args, kwargs)
 
-    return call_and_report
+    return call_and_report_to_tracer
 
 
 def _wrap_with_recomputation(original: Call, state: Sequence[object]) -> Call:

@@ -39,15 +39,16 @@ from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.ambient import make_abstract_mesh, use_mesh
 from layoutmap.engines.jax.arrays import constrain_traced_array
-from layoutmap.engines.jax.corrections import correct_lowering_without_devices
+from layoutmap.engines.jax.corrections import correct_lowering_without_devices_temporarily
 from layoutmap.engines.jax.devices import make_partition_spec
-from layoutmap.engines.jax.programs import leave_program_context
+from layoutmap.engines.jax.programs import suspend_program_context
 
 _KEPT = 2  # number of equal blocks that are always traced: the first and the last one
 
 
-# Tracing is slow, so only two and three of the equal blocks are traced, and costs are extrapolated (decisions/0156).
-class StepCounter:
+# Tracing is slow, so the model is traced with two and with three of its equal blocks, and the cost of more blocks is
+# extrapolated (decisions/0156).
+class StepCostCounter:
     """Training step on JAX that is traced once without layouts, so that its cost in any layouts is quick to compute.
 
     Of each stack of equal blocks, two and three are traced, and the third one's cost is added for each further block.
@@ -177,10 +178,14 @@ class StepCounter:
         peaks = {key: total.peaks[key] for key in low.peaks}
         return replace(total, peaks=peaks)
 
-    def _map_skipped_blocks_to_first(self, num_kept: Mapping[int, int]) -> dict[str, str]:
-        """Map each skipped block to the first of its stack. `num_kept` maps stacks to numbers of kept blocks."""
+    def _map_skipped_blocks_to_first(self, num_kept_by_stack: Mapping[int, int]) -> dict[str, str]:
+        """Return a dict from each skipped block to the first of its stack. A stack keeps `num_kept_by_stack` blocks."""
         blocks = self._step.blocks
-        return {path: blocks[n][0] for n, number in num_kept.items() for path in blocks[n][number - 1 : -1]}
+        return {
+            path: blocks[n][0]
+            for n, number in num_kept_by_stack.items()
+            for path in blocks[n][number - 1 : -1]
+        }
 
     def _count_partitioned_module(
         self,
@@ -404,9 +409,9 @@ def _lower_without_skipped_blocks(
     values, others = ([make_shape_struct(v, known[v.key]) for v in arrays] for arrays in (variables, unread))
     batch = [make_shape_struct(each, policy.derive_batch_layout(each.shape)) for each in step.batch]
     with (
-        leave_program_context(),
+        suspend_program_context(),
         use_mesh(mesh) if layouts is not None else nullcontext(),
-        correct_lowering_without_devices(),
+        correct_lowering_without_devices_temporarily(),
         mark_attention_calls(fuses_all_calls) as calls,
         _translate_trace_errors(step, tracer),
         translate_sharding_refusals(step.name) if layouts is not None else nullcontext(),

@@ -318,10 +318,12 @@ COLLECTIVE_NAMES = frozenset(("all_gather", "all_reduce", "reduce_scatter", "all
 
 
 def compute_memory_per_order(
-    block: Block, donated: Mapping[int, int], describe_value: Callable[[Value], object] | None = None
+    block: Block,
+    argument_by_donated_result: Mapping[int, int],
+    describe_value: Callable[[Value], object] | None = None,
 ) -> tuple[BlockMemory, BlockMemory]:
     """Return the memory of a step without its arguments, in two orders: with weight gradients last, and first."""
-    kept_ids = frozenset(id(block.return_values[number]) for number in donated)
+    kept_ids = frozenset(id(block.return_values[number]) for number in argument_by_donated_result)
     last, first = (
         BlockMemory(block, kept_ids, order(block.ops), describe_value)
         for order in (order_gradients_last, order_gradients_first)

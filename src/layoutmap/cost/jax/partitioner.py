@@ -13,8 +13,8 @@ from pathlib import Path
 
 from layoutmap.cost.jax.compiler_process import MODULE, answer_from_dump_file, answer_parent_and_exit
 
-_MOST_SECONDS = 10  # longest time to wait for XLA's dump after compilation
-_MOST_DEVICES = 2048
+_MAX_WAIT_SECONDS = 10  # longest time to wait for XLA's dump after compilation
+_MAX_CLIENT_DEVICES = 2048
 _PRINTS = ("dump_to=.", "dump_hlo_pass_re=spmd-partitioning", "dump_hlo_as_text", "dump_large_constants")
 ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_CPP_MIN_LOG_LEVEL": "2"}
 """Environment variables that the process needs."""
@@ -29,7 +29,7 @@ def main(num_devices: str) -> None:
 
         answer_from_dump_file(answer, dump_name, _read_file_if_complete)
         _compile_module(Path(MODULE).read_bytes(), int(num_devices))
-        time.sleep(_MOST_SECONDS)
+        time.sleep(_MAX_WAIT_SECONDS)
 
 
 def _read_file_if_complete(file: Path) -> str:
@@ -43,13 +43,13 @@ def _compile_module(module: bytes, num_devices: int) -> None:
     from jaxlib import xla_client
 
     # The client supports 2,048 devices. The module never runs, so one device may stand for several of the mesh.
-    client = xla_client.make_cpu_client(num_devices=min(num_devices, _MOST_DEVICES))
+    client = xla_client.make_cpu_client(num_devices=min(num_devices, _MAX_CLIENT_DEVICES))
     options = xla_client.CompileOptions()
     options.num_partitions = num_devices
     options.executable_build_options.use_spmd_partitioning = True
     options.executable_build_options.use_shardy_partitioner = True
     options.device_assignment = xla_client.DeviceAssignment.create(
-        (np.arange(num_devices) % _MOST_DEVICES).reshape(1, -1)
+        (np.arange(num_devices) % _MAX_CLIENT_DEVICES).reshape(1, -1)
     )
     devices = xla_client.DeviceList(tuple(client.devices()))
     client.compile_and_load(module, executable_devices=devices, compile_options=options)

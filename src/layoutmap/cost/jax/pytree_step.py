@@ -17,7 +17,7 @@ from layoutmap.adapters.jax.training import (
     TrainState,
     call_model,
     split_into_inputs_and_targets,
-    unwrap_and_split,
+    unwrap_and_split_model,
     unwrap_train_state,
 )
 from layoutmap.core.arguments import describe_type
@@ -84,7 +84,7 @@ class _CountedStep:
     ):
         self._state = state
         self._specs = specs
-        self._parts = unwrap_and_split(state)
+        self._parts = unwrap_and_split_model(state)
         self._loss = loss
         self.optimizer = optimizer
         has_targets = loss is None and state.loss is not None
@@ -134,7 +134,7 @@ class _CountedStep:
             after = dict(
                 zip(
                     (s.key for s in self._specs),
-                    (x.value for x in unwrap_and_split(model).leaves),
+                    (x.value for x in unwrap_and_split_model(model).leaves),
                     strict=True,
                 )
             )

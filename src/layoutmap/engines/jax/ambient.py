@@ -30,14 +30,14 @@ def make_abstract_mesh(mesh: Mesh) -> AbstractMesh:
 
 
 def make_one_device_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Return a mesh of one device with the same dims, all of size 1: this process's first device in `mesh`."""
+    """Return a mesh of this process's first device in `mesh`, with the dims of `mesh`, all of size 1."""
     device = mesh.local_devices[:1]
     return jax.sharding.Mesh(
         np.array(device).reshape([1] * mesh.devices.ndim), mesh.axis_names, axis_types=mesh.axis_types
     )
 
 
-def leave_ambient_mesh() -> AbstractContextManager[object]:
+def suspend_ambient_mesh() -> AbstractContextManager[object]:
     """Return a context manager that suspends the mesh of `jax.set_mesh`."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()

@@ -98,14 +98,14 @@ def constrain_traced_array(array: jax.Array, sharding: NamedSharding) -> jax.Arr
     if AxisType.Explicit not in types.values():
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, sharding.spec))
     # JAX constrains explicit and auto dims by different operations, so apply one after the other.
-    array = jax.sharding.reshard(array, _keep_dims_of_type(sharding.spec, types, AxisType.Explicit))
+    array = jax.sharding.reshard(array, _keep_dims_of_axis_type(sharding.spec, types, AxisType.Explicit))
     if AxisType.Auto in types.values():
-        spec = _keep_dims_of_type(sharding.spec, types, AxisType.Auto)
+        spec = _keep_dims_of_axis_type(sharding.spec, types, AxisType.Auto)
         array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
     return array
 
 
-def _keep_dims_of_type(
+def _keep_dims_of_axis_type(
     spec: PartitionSpec, axis_types: Mapping[str, AxisType], axis_type: AxisType
 ) -> PartitionSpec:
     """Return a spec with only the mesh dims of one axis type."""

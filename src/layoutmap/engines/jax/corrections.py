@@ -3,22 +3,20 @@
 A lowering rule of JAX knows the number of devices, but not how arrays are sharded. So each replacement here is right in
 every layout. docs/xla-faults.md has the faults, each as a program of its own:
 
-    a convolution whose operands are both sharded along what is added up: XLA adds up what all devices have, also those
-    that hold copies of one shard                                    the axes that windows go over are gathered
-    a convolution in groups of the batch, as the gradient of the kernel of one in groups of features
-                                                                     sums of products
-    a convolution in groups of features                              features are sharded between groups only
-    the gradients of pooling                                         the axes that windows go over are gathered
-    a sum of rows at indices, as the gradient of a gather, in uneven shards: XLA adds what pads them, too
-                                                                     updates in the padding are set to 0
-    a scatter at unsigned indices, as the gradient of a sort, in uneven shards     signed indices are used
-    padding between elements, and a dilation of windows              the gaps are an axis of their own
-    windows that move over an axis in uneven shards                  the axis is gathered
-    a slice with a stride that reads one element                     the stride is 1
-    a product that adds up over three axes or more                   these axes are merged into one
-    a Fourier transform along an axis with too few elements in a shard     the axis is gathered
-    a slice that begins outside of a sharded axis, or an update that does: XLA moves it inside in each shard
-                                                                     the start is clamped before
+    a convolution with a sharded spatial axis: XLA computes a multiple               the spatial axes are gathered
+    the gradient of the kernel of a grouped or depthwise convolution: a multiple     it is computed by sums of products
+    a convolution in groups of features: XLA takes other groups                      each shard gets whole groups
+    the gradient of pooling along a sharded axis: wrong values                       the axes of windows are gathered
+    a scatter that adds, as the gradient of a gather, to uneven shards: XLA adds the padding, too
+                                                                                     updates in the padding are set to 0
+    a scatter at unsigned indices, as the gradient of a sort, to uneven shards: the process ends
+                                                                                     the indices are made signed
+    padding between elements, and a dilation of windows                              the gaps are an axis of their own
+    windows that move on an axis in uneven shards                                    the axis is gathered
+    a slice with a stride that reads one element: XLA reads another                  the stride is 1
+    a product that sums over three axes or more: XLA leaves out a mesh dim           these axes are merged into one
+    a Fourier transform along an axis with too few elements in a shard               the axis is gathered
+    a slice or an update that begins outside of a sharded axis: each shard moves it  the start is clamped before
 
 Private names of JAX, tested on 0.9.2 and 0.10.2:
 
@@ -83,7 +81,7 @@ def install_corrections(mesh_shape: Sequence[int]) -> None:
 
 
 @contextmanager
-def correct_lowering_without_devices() -> Generator[None]:
+def correct_lowering_without_devices_temporarily() -> Generator[None]:
     """Until the block ends, also correct programs that are lowered without devices, since they will run on a mesh."""
     token = _without_devices.set(True)
     try:
@@ -445,7 +443,8 @@ def _compute_convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.A
         operands = [_gather_axes(each, range(each.ndim)) for each in (lhs, rhs)]
         return lax.conv_general_dilated_p.bind(*operands, **params)
     is_product = groups > 1 and math.prod(map(min, windows, result_sizes)) == 1
-    # Gather spatial axes even on a mesh with one dim, because Shardy splits a dim into several after a reshape.
+    # XLA computes a multiple of the result if a dim among several shards a spatial axis. On a mesh with one dim, gather
+    # these axes, too, because Shardy may split that dim, and shard an axis over a part of it.
     lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
     if by_batch and math.prod(result_sizes):
         return _convolve_batch_groups(result_sizes, lhs, rhs, **params)

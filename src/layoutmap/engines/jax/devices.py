@@ -15,7 +15,7 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
     bind_mesh_to_devices,
-    check_simulated_devices,
+    check_devices_are_simulated,
     format_fix_for_too_few_devices,
     make_no_devices_error,
     resolve_device_names,
@@ -52,7 +52,7 @@ def simulate_devices(num_devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
     except RuntimeError:
-        check_simulated_devices(
+        check_devices_are_simulated(
             "JAX", num_devices, [get_device_name(device) for device in jax.local_devices()]
         )
     else:

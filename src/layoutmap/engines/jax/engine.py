@@ -38,8 +38,8 @@ from layoutmap.engines.checks import (
     check_initial_value,
     check_no_initializer_is_missing,
     check_random_mode,
+    make_checked_reader,
     store_in_cache,
-    wrap_reader_with_checks,
 )
 from layoutmap.engines.jax.arrays import (
     canonicalize_values,
@@ -64,7 +64,7 @@ from layoutmap.engines.jax.processes import gather_from_processes, share_seeds
 from layoutmap.engines.jax.programs import (
     ShardedProgram,
     explain_why_sharding_changes_values,
-    leave_program_context,
+    suspend_program_context,
     trace_program,
 )
 from layoutmap.engines.jax.trees import find_memory_kind, move_to_memory
@@ -131,7 +131,7 @@ class JaxEngine:
         made: dict[str, jax.Array] = {}
         checksums: list[tuple[str, int]] = []
         try:
-            with leave_program_context():
+            with suspend_program_context():
                 across = next((s for s in shardings.values() if not s.is_fully_addressable), None)
                 devices: list[Device] = [] if across is None else list(across.mesh.devices.flat)  # type: ignore[union-attr]
                 used = {key: initializers[key] for key in assignments}
@@ -194,8 +194,8 @@ class JaxEngine:
     ) -> Any:
         """Create an array from shards that are read one by one (see `Engine.create_from_shards`)."""
         sharding, variable = self._make_checked_sharding(assignment), assignment.variable
-        with leave_program_context():
-            checked = wrap_reader_with_checks(variable, read)
+        with suspend_program_context():
+            checked = make_checked_reader(variable, read)
             dtype = np.dtype(jnp.dtype(variable.dtype))
             made = create_from_blocks(
                 variable.shape, dtype, sharding, checked, copy=copy, padded=assignment.padded_shape
@@ -371,7 +371,7 @@ def _relayout_padded_array(array: Array, padded: Shape, sharding: NamedSharding)
     if isinstance(stored, jax.Array) and (stored.shape, stored.sharding) == (padded, sharding):
         return array
     if isinstance(stored, jax.Array) and stored.sharding.device_set == sharding.device_set:
-        with leave_program_context():
+        with suspend_program_context():
             return wrap_padded_array(wait_on_cpu(change_padding(stored, shape, padded, sharding)), shape)
     values = np.asarray(array)
     return create_from_blocks(shape, values.dtype, sharding, values.__getitem__, padded=padded)

@@ -484,7 +484,7 @@ def _label_convolution_axes(op: Any) -> tuple[list[Hashable], list[Hashable], li
     groups = any(op.attributes[name].value > 1 for name in ("feature_group_count", "batch_group_count"))
     lhs[numbers.input_batch_dimension] = result[numbers.output_batch_dimension]
     rhs[numbers.kernel_output_feature_dimension] = result[numbers.output_feature_dimension]
-    if groups:  # shards contain whole groups, so no sum is over shards
+    if groups:  # each shard contains whole groups, so no sum needs values of another shard
         lhs[numbers.input_feature_dimension] = result[numbers.output_feature_dimension]
     else:
         lhs[numbers.input_feature_dimension] = rhs[numbers.kernel_input_feature_dimension]

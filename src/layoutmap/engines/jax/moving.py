@@ -17,11 +17,11 @@ from layoutmap.core.collective_steps import CollectiveStep, SliceStep, find_coll
 from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
 from layoutmap.engines.jax.arrays import wait_on_cpu
 from layoutmap.engines.jax.devices import Device
-from layoutmap.engines.jax.programs import leave_program_context
+from layoutmap.engines.jax.programs import suspend_program_context
 from layoutmap.engines.jax.trees import find_memory_kind
 
 _DIM = "device"
-_STACKED_BYTES = 1 << 20
+_MAX_STACKED_BYTES = 1 << 20
 """The largest size of a stack of equal arrays. One operation moves a whole stack, but stacking copies the arrays."""
 
 Arrays = Sequence[jax.Array]
@@ -68,7 +68,7 @@ def make_array_mover(
     ]
 
     def move_arrays(new_arrays: Arrays) -> list[jax.Array]:
-        with leave_program_context():
+        with suspend_program_context():
             new_arrays = [_move_to_device_memory(wait_on_cpu(array)) for array in new_arrays]
             done = dict(zip(computed, conversions(new_arrays), strict=True))
             # JAX would replicate empty results, so create them directly.
@@ -299,7 +299,7 @@ class _TransferProgram:
         self, transfers: Sequence[_Transfer], senders: tuple[Device, ...], receivers: tuple[Device, ...]
     ):
         self._transfers = transfers
-        self._classes = _group_equal_transfers(transfers)
+        self._groups = _group_equal_transfers(transfers)
         everyone = tuple(sorted({*senders, *receivers}, key=lambda device: device.id))
         self._meshes = tuple(
             jax.sharding.Mesh(np.array(each, object), (_DIM,)) for each in (senders, receivers, everyone)
@@ -307,7 +307,7 @@ class _TransferProgram:
         self._numbers = tuple([everyone.index(device) for device in each] for each in (senders, receivers))
         ins = [_make_stacked_spec(each.source_shape) for each in transfers]
         outs = [_make_stacked_spec(each.target_shape) for each in transfers]
-        slots = [[PartitionSpec(_DIM) for _ in transfers[first].rounds] for first, *_ in self._classes]
+        slots = [[PartitionSpec(_DIM) for _ in transfers[first].rounds] for first, *_ in self._groups]
         self._is_local = senders == receivers
         if self._is_local:
             self._run = self._compile_for_mesh(
@@ -354,9 +354,13 @@ class _TransferProgram:
         return jax.jit(mapped)
 
     def _slice_blocks(self, shards: Arrays) -> list[list[jax.Array]]:
-        """Return, for each class of equal transfers, the blocks that this device sends, one for each round."""
+        """Return, for each group of equal transfers, the blocks that this device sends, one for each round.
+
+        Each block is stacked over the transfers of the group. If collectives move the group, the list begins with this
+        device's whole stacked shards.
+        """
         place, found = jax.lax.axis_index(_DIM), list[list[jax.Array]]()
-        for first, *others in self._classes:
+        for first, *others in self._groups:
             transfer = self._transfers[first]
             stacked = _view_as_integers(
                 jnp.stack([shards[k] for k in (first, *others)]).astype(transfer.sent_dtype)
@@ -373,7 +377,7 @@ class _TransferProgram:
     def _exchange_blocks(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """Exchange blocks, and return blocks that this device receives. Rounds of the same devices run together."""
         together: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-        for c, (first, *_) in enumerate(self._classes):
+        for c, (first, *_) in enumerate(self._groups):
             transfer = self._transfers[first]
             for r, (_, rows) in enumerate(transfer.rounds):
                 own, others = self._numbers
@@ -381,7 +385,7 @@ class _TransferProgram:
                 if any(sender != receiver for sender, receiver in pairs):
                     together.setdefault((pairs, transfer.sent_dtype), []).append((c, r))
         found = [[*each] for each in sent]
-        for each, (first, *_) in zip(found, self._classes, strict=True):
+        for each, (first, *_) in zip(found, self._groups, strict=True):
             if steps := self._transfers[first].steps:
                 each[0] = _run_collective_steps(each[0], steps)
         for (pairs, _), places in together.items():
@@ -398,9 +402,9 @@ class _TransferProgram:
         mesh, local = self._meshes[mesh_index], _list_local_devices(self._meshes[mesh_index])
         shapes = [
             [(len(numbers), *shape) for shape, _ in self._transfers[numbers[0]].rounds]
-            for numbers in self._classes
+            for numbers in self._groups
         ]
-        dtypes = [_choose_sent_dtype(self._transfers[numbers[0]].sent_dtype) for numbers in self._classes]
+        dtypes = [_choose_sent_dtype(self._transfers[numbers[0]].sent_dtype) for numbers in self._groups]
         held: dict[tuple[int, int, Device], jax.Array] = {
             (c, r, shard.device): shard.data
             for c, row in enumerate(blocks or [])
@@ -427,7 +431,7 @@ class _TransferProgram:
     def _join_blocks(self, received: list[list[jax.Array]]) -> list[jax.Array]:
         """Return this device's shard of each array, assembled from the received blocks."""
         found = dict[int, jax.Array]()
-        for numbers, blocks in zip(self._classes, received, strict=True):
+        for numbers, blocks in zip(self._groups, received, strict=True):
             transfer = self._transfers[numbers[0]]
             made = blocks[0] if transfer.steps else self._join_rounds(transfer, len(numbers), blocks)
             made = jax.lax.bitcast_convert_type(made, transfer.sent_dtype).astype(transfer.dtype)
@@ -476,12 +480,12 @@ def _run_collective_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -
 
 
 def _group_equal_transfers(transfers: Sequence[_Transfer]) -> list[list[int]]:
-    """Return positions of equal transfers in groups. A group of several has at most `_STACKED_BYTES` per device."""
+    """Return positions of equal transfers in groups. A group of several has at most `_MAX_STACKED_BYTES` per device."""
     groups: list[list[int]] = []
     open_groups: dict[_Transfer, list[int]] = {}
     for number, each in enumerate(transfers):
         group = open_groups.get(each)
-        if group is None or (len(group) + 1) * each.stacked_bytes > _STACKED_BYTES:
+        if group is None or (len(group) + 1) * each.stacked_bytes > _MAX_STACKED_BYTES:
             groups.append(group := [])
             open_groups[each] = group
         group.append(number)

@@ -87,8 +87,8 @@ def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Devic
         for leaf, is_key in zip(leaves, keys, strict=True)
     ]
     text = repr((list(initializers), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
-    # Gather two numbers, as `agreement` does. If another process compares something else at this time, both then detect
-    # it.
+    # Gather two numbers, as `agreement` does. If another process makes a different comparison now, both then
+    # detect the difference.
     if (
         len(set(gather_from_processes(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0]))
         > 1

@@ -3,7 +3,7 @@
 An unsharded model runs its initializer eagerly: each operation is a compiled program of its own. Compiled into one
 program, `sample * stddev + mean` becomes a fused multiply-add, which rounds once instead of twice, and the values
 differ in the last bit. So the program is traced, and each operation that rounds is again a program of its own, over the
-devices of the mesh. Operations that never round (moves, whole numbers) are compiled with the next one that does.
+devices of the mesh. Operations that never round (moves, integers) are compiled with the next one that does.
 
 The result of an operation that sums elements (a matrix product, a sum, a QR decomposition) depends on the sharding of
 its operand. A program with such an operation cannot be computed in shards. For such a program,
@@ -26,7 +26,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layoutmap.engines.jax.ambient import leave_ambient_mesh, make_auto_axes_mesh
+from layoutmap.engines.jax.ambient import make_auto_axes_mesh, suspend_ambient_mesh
 
 _MAX_CONSTANT_SIZE = 1024
 
@@ -54,10 +54,10 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 
 
 @contextmanager
-def leave_program_context() -> Generator[None]:
+def suspend_program_context() -> Generator[None]:
     """Suspend tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit` until the block ends."""
     with jax.core.eval_context(), ExitStack() as stack:
-        stack.enter_context(leave_ambient_mesh())
+        stack.enter_context(suspend_ambient_mesh())
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             stack.enter_context(jax.disable_jit(False))
         yield

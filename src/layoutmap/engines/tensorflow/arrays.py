@@ -245,7 +245,7 @@ def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
 
 def relayout_with_size_one_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     """Return a tensor of a trace in a layout that also names mesh dims of size 1, for results of the function."""
-    native = make_native_layout(layout, keep_single=True)
+    native = make_native_layout(layout, keeps_dims_of_size_1=True)
     if tf.executing_eagerly() or native == convert_layout(layout):
         return tensor
     with default_mesh_lock:

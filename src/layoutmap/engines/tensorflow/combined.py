@@ -55,7 +55,7 @@ class _CollectedWrites:
             raise WriteOrderError("a variable is written without DVariable.assign")
 
 
-def collect_write(
+def collect_write_if_traced(
     variable: tf.Variable, compute: Callable[[], tf.Tensor], write: Callable[[tf.Tensor], object]
 ) -> bool:
     """Collect a write by the step being traced, and return True. Return False if no step is being traced.
@@ -130,7 +130,7 @@ class StepFunction:
         with default_mesh_lock:
             if self._writing_at_end is not None:
                 try:
-                    with _enable_combined_all_reduces():
+                    with _combine_all_reduces_temporarily():
                         return getattr(self._writing_at_end, method_name)(*args)
                 except WriteOrderError:
                     self._writing_at_end = None
@@ -138,7 +138,7 @@ class StepFunction:
 
 
 @contextmanager
-def _enable_combined_all_reduces() -> Generator[None]:
+def _combine_all_reduces_temporarily() -> Generator[None]:
     """Until the block ends, let DTensor combine the all-reduces of each function that it compiles."""
     before = os.environ.pop(GROUP_SIZE_SETTING, None)
     try:

@@ -18,8 +18,8 @@ from layoutmap.core.layout import UNSHARDED, Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import (
     bind_mesh_to_devices,
+    check_devices_are_simulated,
     check_no_explicit_axes,
-    check_simulated_devices,
     format_fix_for_too_few_devices,
     make_no_devices_error,
     refuse_layout_in_host_memory,
@@ -63,7 +63,7 @@ def simulate_devices(num_devices: int) -> None:
         dtensor.initialize_accelerator_system("CPU", num_logical_cpu_devices=num_devices)
     except (RuntimeError, ValueError):
         there = list_device_names()
-        check_simulated_devices("TensorFlow", num_devices, there[: len(there) // dtensor.num_clients()])
+        check_devices_are_simulated("TensorFlow", num_devices, there[: len(there) // dtensor.num_clients()])
 
 
 def bind_mesh(mesh: Mesh) -> Mesh:
@@ -108,16 +108,18 @@ def make_native_mesh(mesh: Mesh) -> NativeMesh:
 
 
 @functools.lru_cache(_MAX_NATIVES)
-def make_native_layout(layout: Layout, *, keep_single: bool = False) -> NativeLayout:
+def make_native_layout(layout: Layout, *, keeps_dims_of_size_1: bool = False) -> NativeLayout:
     """Return the layout of DTensor for a layout of layoutmap, on devices of this machine (see `make_native_specs`)."""
-    return dtensor.Layout(make_native_specs(layout, keep_single=keep_single), make_native_mesh(layout.mesh))
+    return dtensor.Layout(
+        make_native_specs(layout, keeps_dims_of_size_1=keeps_dims_of_size_1), make_native_mesh(layout.mesh)
+    )
 
 
-def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]:
+def make_native_specs(layout: Layout, *, keeps_dims_of_size_1: bool = False) -> list[str]:
     """Return the sharding specs of DTensor for a layout of layoutmap, without using a device.
 
-    Without `keep_single`, mesh dims of size 1 are left out, because DTensor would not treat an axis over such a dim as
-    replicated.
+    Without `keeps_dims_of_size_1`, mesh dims of size 1 are left out, because DTensor would not treat an axis over such
+    a dim as replicated.
     """
     refuse_layout_in_host_memory(layout, "TensorFlow", "a layout of DTensor names no memory")
     specs: list[str] = []
@@ -131,7 +133,7 @@ def make_native_specs(layout: Layout, *, keep_single: bool = False) -> list[str]
                 fix=f"shard axis {axis} over one dim, or use a mesh with one dim of size "
                 f"{layout.num_shards(axis)} in their place",
             )
-        single = layout.list_mesh_dims(axis) if keep_single else ()
+        single = layout.list_mesh_dims(axis) if keeps_dims_of_size_1 else ()
         specs.append([*sharding, *single, UNSHARDED][0])
     return specs
 

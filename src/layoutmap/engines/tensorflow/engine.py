@@ -30,8 +30,8 @@ from layoutmap.engines.checks import (
     check_initial_value,
     check_no_initializer_is_missing,
     check_random_mode,
+    make_checked_reader,
     store_in_cache,
-    wrap_reader_with_checks,
 )
 from layoutmap.engines.tensorflow.arrays import (
     canonicalize_values,
@@ -149,7 +149,7 @@ class TensorFlowEngine:
         variable = assignment.variable
         with tf.init_scope():
             return create_from_blocks(
-                variable.shape, assignment.layout, wrap_reader_with_checks(variable, read), copy=copy
+                variable.shape, assignment.layout, make_checked_reader(variable, read), copy=copy
             )
 
     def get_writable_memory(self, array: object) -> tuple[()]:

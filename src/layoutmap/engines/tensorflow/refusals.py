@@ -125,7 +125,7 @@ def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
     return execute_and_translate_refusals
 
 
-def _wrap_block_exit(original: Callable[..., bool]) -> Callable[..., bool]:
+def _wrap_error_interpolation_exit(original: Callable[..., bool]) -> Callable[..., bool]:
     """Wrap the `__exit__` of TensorFlow's error interpolation so that it skips refusals.
 
     The interpolation searches for tags from each character of the message. For the 400 kB that DTensor's compiler
@@ -133,16 +133,16 @@ def _wrap_block_exit(original: Callable[..., bool]) -> Callable[..., bool]:
     """
 
     @functools.wraps(original)
-    def exit_block(self: object, kind: object, error: object, traceback: object) -> bool:
+    def exit_and_skip_refusals(self: object, kind: object, error: object, traceback: object) -> bool:
         return not isinstance(error, _RefusalError) and original(self, kind, error, traceback)
 
-    return exit_block
+    return exit_and_skip_refusals
 
 
 _PATCHES = (
     AttributePatch(core, "_status_to_exception", _wrap_status_conversion),
     AttributePatch(execute, "execute", _wrap_execution),
-    AttributePatch(InterpolateRuntimeError, "__exit__", _wrap_block_exit),
+    AttributePatch(InterpolateRuntimeError, "__exit__", _wrap_error_interpolation_exit),
 )
 
 

@@ -23,7 +23,7 @@ from layoutmap.engines.tensorflow.arrays import (
     relayout_tensor,
     to_numpy,
 )
-from layoutmap.engines.tensorflow.combined import collect_write, read_collected_value
+from layoutmap.engines.tensorflow.combined import collect_write_if_traced, read_collected_value
 from layoutmap.engines.tensorflow.devices import make_native_layout
 from layoutmap.engines.tensorflow.selfcheck import check_dtensor_results
 from layoutmap.engines.tensorflow.traces import check_writes_at_trace_end
@@ -78,8 +78,8 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
                     initial_value = relayout_tensor(initial_value, convert_layout(layout))
         if tf.is_symbolic_tensor(initial_value):
             raise EngineError(
-                "the initial value of a DVariable is not computed yet",
-                why="inside a tf.function, tensors have no values while it is traced",
+                "the initial value of a DVariable has no values yet",
+                why="a tf.function is being traced, and computes its tensors later",
                 fix="create the variable outside of the function, or pass a function without arguments that "
                 "returns the value",
             )
@@ -165,19 +165,23 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         Raises:
             LayoutError: The value has a different shape.
         """
-        if collect_write(self, lambda: self._relayout_and_convert(value), super().assign):
+        if collect_write_if_traced(self, lambda: self._relayout_and_convert(value), super().assign):
             return self
         return self._return_self_if_eager(super().assign(self._relayout_value(value), *args, **kwargs))
 
     def assign_add(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Add a sharded or unsharded value (see `assign`)."""
-        if collect_write(self, lambda: self.read_value() + self._relayout_and_convert(delta), super().assign):
+        if collect_write_if_traced(
+            self, lambda: self.read_value() + self._relayout_and_convert(delta), super().assign
+        ):
             return self
         return self._return_self_if_eager(super().assign_add(self._relayout_value(delta), *args, **kwargs))
 
     def assign_sub(self, delta: object, *args: object, **kwargs: object) -> Any:
         """Subtract a sharded or unsharded value (see `assign`)."""
-        if collect_write(self, lambda: self.read_value() - self._relayout_and_convert(delta), super().assign):
+        if collect_write_if_traced(
+            self, lambda: self.read_value() - self._relayout_and_convert(delta), super().assign
+        ):
             return self
         return self._return_self_if_eager(super().assign_sub(self._relayout_value(delta), *args, **kwargs))
 

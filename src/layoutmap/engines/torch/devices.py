@@ -33,7 +33,7 @@ from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import call_when_patches_are_removed, meshes
 from layoutmap.engines.torch.dtensor_ops import install_patches_for_mesh
-from layoutmap.engines.torch.simulation import replace_default_group
+from layoutmap.engines.torch.simulation import replace_default_group_temporarily
 from layoutmap.engines.torch.specs import DTensorSpec, cache_while_meshes_exist
 
 with ImportErrorConverter("torch"):
@@ -67,7 +67,8 @@ def _list_device_types() -> list[str]:
     """Return the device types that the process group supports, the default type first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
-    if not dist.is_initialized():  # no group yet, and torch will create one by the launcher's variables
+    # Without a process group, torch will create one from torchrun's environment variables, for all device types.
+    if not dist.is_initialized():
         return ["GPU", "CPU"] if torch.cuda.is_available() and dist.is_nccl_available() else ["CPU"]
     served = dist.get_backend_config()
     gpu = ["GPU"] if torch.cuda.is_available() and "cuda:" in served else []
@@ -121,7 +122,7 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
     known = _mesh_cache.get((mesh, group))
     if known is None:
         known = _mesh_cache[mesh, group] = _create_device_mesh(mesh)
-    if known not in meshes:  # patches may have been removed after the mesh was cached
+    if known not in meshes:  # patches may have been removed after the mesh was cached, so install them again
         install_patches_for_mesh(known)
     _mesh_of.setdefault(known, mesh)
     return known
@@ -154,7 +155,10 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
     key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.get_global_group())
     with _lock:
         if key not in _device_meshes:
-            with replace_default_group(simulation.get_global_group()), simulation.simulate_ranks(ranks.flat):
+            with (
+                replace_default_group_temporarily(simulation.get_global_group()),
+                simulation.simulate_ranks(ranks.flat),
+            ):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
             if simulation.is_simulated():
                 call_when_patches_are_removed(functools.partial(_end_groups_of_mesh, _device_meshes[key]))
@@ -206,7 +210,7 @@ def convert_layout_to_placements(layout: Layout, device_mesh: DeviceMesh) -> tup
     for axis, numbers in enumerate(axes):
         for number in numbers:
             placements[number] = Shard(axis)
-    if all(numbers == sorted(numbers) for numbers in axes):  # torch splits an axis by mesh dims in this order
+    if all(numbers == sorted(numbers) for numbers in axes):  # torch's default order of mesh dims
         return tuple(placements)
     order = tuple(
         ShardOrderEntry(tensor_dim=axis, mesh_dims=tuple(numbers))

@@ -55,7 +55,7 @@ from layoutmap.engines.torch.arrays import (
 )
 from layoutmap.engines.torch.deferred_init import free_scratch_buffer, trace_recipe
 from layoutmap.engines.torch.devices import bind_mesh, check_device_order, list_device_names
-from layoutmap.engines.torch.dtensor_ops import enable_dtensor_ops, has_local_tensor
+from layoutmap.engines.torch.dtensor_ops import enable_dtensor_ops_temporarily, has_local_tensor
 from layoutmap.engines.torch.element_types import (
     canonicalize_values,
     find_torch_dtype,
@@ -136,8 +136,8 @@ class TorchEngine:
         try:
             used = {key: initializers[key] for key in assignments}
             seeds = broadcast_seeds(used)
-            # Processes compute different blocks, so compare the random state that the blocks come from. If there are
-            # recipes, the scope has already compared them, including that state.
+            # Processes compute different blocks, so compare the random state that the blocks come from. The
+            # scope has already compared recipes, which contain that state.
             if has_other_processes() and any(
                 each.blocks is not None and each.recipe is None for each in used.values()
             ):
@@ -215,7 +215,7 @@ class TorchEngine:
         with (
             simulation.simulate_mesh(native),
             _ReplicatingMode(mesh),
-            enable_dtensor_ops(native, draws_by_shards=draws_by_shards),
+            enable_dtensor_ops_temporarily(native, draws_by_shards=draws_by_shards),
         ):
             yield
 

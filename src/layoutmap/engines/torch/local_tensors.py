@@ -25,12 +25,12 @@ from layoutmap.engines.torch.per_rank import LocalIntNode as LocalIntNode
 from layoutmap.engines.torch.per_rank import LocalTensor as LocalTensor
 from layoutmap.engines.torch.per_rank import LocalTensorMode as LocalTensorMode
 from layoutmap.engines.torch.per_rank import (
-    cache_collective_groups,
     can_run_directly,
     flatten_args,
     get_rank_sizes,
     local_collectives,
     local_tensors,
+    make_cached_group_finder,
     make_meta_reader,
     make_rank_loop,
     read_common_size,
@@ -70,7 +70,7 @@ def list_ranks_of_root_mesh(mesh: DeviceMesh) -> list[int]:
 
 
 @contextmanager
-def _leave_modes_above(is_target: Callable[[object], bool]) -> Generator[None]:
+def _suspend_modes_above(is_target: Callable[[object], bool]) -> Generator[None]:
     """Leave the program's dispatch modes above the mode that `is_target` accepts, while the `with` block runs."""
     above: list[Any] = []
     for mode in reversed(list_dispatch_modes()):
@@ -93,12 +93,12 @@ class SimulationMode(LocalTensorMode):
 
     @skip_function_modes
     def __enter__(self) -> Self:
-        with _leave_modes_above(lambda mode: isinstance(mode, LocalTensorMode)):
+        with _suspend_modes_above(lambda mode: isinstance(mode, LocalTensorMode)):
             super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with _leave_modes_above(lambda mode: mode is self):
+        with _suspend_modes_above(lambda mode: mode is self):
             super().__exit__(*error)
 
 
@@ -158,9 +158,9 @@ def make_simulation_patches(
         AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # each thread has its own mode
         # While ranks are simulated, torch has no default group, so return the group of the simulated ranks.
         AttributePatch(local_collectives, "_get_default_group", lambda _: lambda: group),
-        AttributePatch(local_collectives, "_prepare_collective_groups", cache_collective_groups),
-        AttributePatch(Shard, "local_shard_size_and_offset", _cache_shard_sizes),
-        AttributePatch(StridedShard, "local_shard_size_and_offset", _cache_shard_sizes),
+        AttributePatch(local_collectives, "_prepare_collective_groups", make_cached_group_finder),
+        AttributePatch(Shard, "local_shard_size_and_offset", _make_cached_shard_size_function),
+        AttributePatch(StridedShard, "local_shard_size_and_offset", _make_cached_shard_size_function),
         AttributePatch(
             StridedShard, "_to_replicate_tensor", functools.partial(_make_gather_per_shard_size, type(mode))
         ),
@@ -184,7 +184,7 @@ def _wrap_mesh_method(simulated: Function, original: Function) -> Function:
 def _make_direct_dispatch(dispatch: Any) -> object:
     """Return a `__torch_dispatch__` that runs most operators without entering a simulation, which would be slower."""
 
-    def run_operator_or_read_size(
+    def dispatch_operator_directly(
         cls: Any, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if (size := read_common_size(func, args)) is not None:
@@ -196,11 +196,11 @@ def _make_direct_dispatch(dispatch: Any) -> object:
         return dispatch.__func__(cls, func, types, args, kwargs)
 
     # Torch excludes its own function from torch.compile, so exclude this one, too.
-    excluded: Any = torch._disable_dynamo(run_operator_or_read_size)  # pyright: ignore[reportPrivateImportUsage]
+    excluded: Any = torch._disable_dynamo(dispatch_operator_directly)  # pyright: ignore[reportPrivateImportUsage]
     return cast(object, classmethod(excluded))
 
 
-def _cache_shard_sizes(find_size_and_offset: Any) -> object:
+def _make_cached_shard_size_function(find_size_and_offset: Any) -> object:
     """Return a `local_shard_size_and_offset` that caches its results."""
     known: dict[tuple[object, ...], object] = {}
     is_static = isinstance(find_size_and_offset, staticmethod)

@@ -46,7 +46,7 @@ def skip_function_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextmanager
-def leave_function_modes() -> Generator[None]:
+def suspend_function_modes() -> Generator[None]:
     """Leave all function modes of this thread while the `with` block runs. The block may enter other modes."""
     modes = list_function_modes()
     # Pop the modes one by one, because torch has no context that leaves several modes.

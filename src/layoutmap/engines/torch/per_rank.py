@@ -64,8 +64,8 @@ def get_rank_tensors(local: LocalTensor) -> dict[int, torch.Tensor]:
 _NO_KEYS = torch._C.DispatchKeySet.from_raw_repr(0)
 _NEW_LOCAL_TENSOR: Any = inspect.unwrap(cast(Any, LocalTensor).__new__)
 _TENSOR_TYPES = frozenset((LocalTensor, torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
-# Torch's simulation gives these operators special results, such as empty pieces for ranks with fewer splits.
-_SPECIAL_NAMES = frozenset(("split", "hash_tensor", "dim"))
+# For these operators, torch's simulation makes results of its own, such as empty pieces for ranks with fewer splits.
+_NAMES_NEEDING_TORCH_SIMULATION = frozenset(("split", "hash_tensor", "dim"))
 
 
 _SIZE_READERS: dict[object, Callable[[torch.Tensor], object]] = {
@@ -90,7 +90,7 @@ def read_common_size(func: Function, args: Args) -> object:
 class _OperatorTraits:
     """Properties of an operator that decide how it runs for each rank."""
 
-    is_special: bool
+    needs_torch_simulation: bool
     is_random: bool
     is_in_place: bool
     can_alias: bool
@@ -100,11 +100,13 @@ class _OperatorTraits:
 def _classify_operator(op: Any) -> _OperatorTraits:
     """Return the properties of an operator, by its schema and tags."""
     name = get_operator_name(op).removeprefix("aten::")
-    is_special = op.namespace != "aten" or name in _SPECIAL_NAMES or name.startswith("sym_")
+    needs_torch_simulation = (
+        op.namespace != "aten" or name in _NAMES_NEEDING_TORCH_SIMULATION or name.startswith("sym_")
+    )
     writes = list_written_arguments(op)
     is_in_place = name.endswith("_") and bool(writes) and writes[0][0] == 0 and count_results(op) == 1
     return _OperatorTraits(
-        is_special=is_special or torch.Tag.inplace_view in op.tags,
+        needs_torch_simulation=needs_torch_simulation or torch.Tag.inplace_view in op.tags,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_in_place=is_in_place,
         can_alias=bool(writes) or can_return_view(op),
@@ -124,7 +126,7 @@ def flatten_args(args: Args, kwargs: Kwargs) -> list[object]:
 
 def can_run_directly(func: Function, leaves: Iterable[object]) -> bool:
     """Return whether `run_for_ranks` can run an operator, which then needs no `LocalTensorMode`."""
-    if not isinstance(func, OPERATORS) or _classify_operator(func).is_special:
+    if not isinstance(func, OPERATORS) or _classify_operator(func).needs_torch_simulation:
         return False
     return all(type(leaf) in _TENSOR_TYPES for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -149,7 +151,7 @@ def make_rank_loop(torch_loop: Function) -> Function:
     It runs for the ranks of the arguments only. Unsharded tensors are changed by the first rank only, because each rank
     would change them again.
 
-    `torch_loop` still runs operators with special results.
+    `torch_loop` still runs the operators for which torch's simulation makes results of its own.
     """
 
     @functools.wraps(torch_loop)
@@ -170,7 +172,7 @@ def make_rank_loop(torch_loop: Function) -> Function:
 def run_for_ranks(
     func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, leaves: Iterable[object]
 ) -> object:
-    """Run an operator that `can_run_directly` for each rank, and return the joined results."""
+    """Run an operator that `can_run_directly` accepts for each rank, and return the joined results."""
     return _run_and_write_once(_run_for_each_rank, func, find_common_ranks(ranks, leaves), args, kwargs)
 
 
@@ -190,7 +192,7 @@ def _run_and_write_once(
 
 
 def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
-    """Run an operator once for each rank, and return the joined results. The operator must not be special."""
+    """Run an operator that `can_run_directly` accepts once for each rank, and return the joined results."""
     traits, order = _classify_operator(func), sorted(ranks)
     columns = [_iterate_value_by_rank(value, order) for value in args]
     named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]
@@ -255,7 +257,7 @@ def make_meta_reader(read_meta: Function) -> Function:
     return read_common_meta
 
 
-def cache_collective_groups(prepare_groups: Function) -> Function:
+def make_cached_group_finder(prepare_groups: Function) -> Function:
     """Return a caching replacement of torch's `prepare_groups`, which finds the ranks of a collective."""
     known: dict[tuple[int, ...], object] = {}
 

@@ -27,7 +27,7 @@ from layoutmap.engines.torch.specs import (
     get_meta,
     get_spec,
     has_even_shards,
-    has_view_shards,
+    has_strided_shards_of_view,
     make_dtensor,
     make_row_major_spec,
     make_spec_from_shard,
@@ -62,15 +62,17 @@ def make_dtensor_from_shards(
     return _WrapShards.compute_result(local, mesh, tuple(placements), None if shape is None else tuple(shape))
 
 
-def sum_over_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+def sum_over_devices(local: torch.Tensor, mesh: DeviceMesh, mesh_dims: Collection[int]) -> torch.Tensor:
     """Return the sum of local tensors over all devices along some mesh dims. Gradients flow back."""
-    return _SumOverDevices.compute_result(local, mesh, dims)
+    return _SumOverDevices.compute_result(local, mesh, mesh_dims)
 
 
 @skip_function_modes
-def find_maximum_over_devices(local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+def find_maximum_over_devices(
+    local: torch.Tensor, mesh: DeviceMesh, mesh_dims: Collection[int]
+) -> torch.Tensor:
     """Return the elementwise maximum of local tensors over all devices along some mesh dims. It has no gradient."""
-    for dim in dims:
+    for dim in mesh_dims:
         local = reduce_over_devices(local.detach(), mesh, dim, "max")
     return local
 
@@ -125,7 +127,9 @@ def replicate_gradient(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return gradient if isinstance(gradient, DTensor) else replicate_tensor(gradient, mesh)
 
 
-def hook_gradient(value: torch.Tensor, transform: Callable[[torch.Tensor], object]) -> torch.Tensor:
+def transform_gradient_in_backward(
+    value: torch.Tensor, transform: Callable[[torch.Tensor], object]
+) -> torch.Tensor:
     """Return the same values, and apply `transform` to their gradient in the backward pass."""
     return _TransformGradient.apply(value, transform)
 
@@ -144,7 +148,7 @@ def find_reachable_placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
     """Return placements with `Replicate` in place of partial sums, and of strided shards that only views have."""
     spec = get_spec(tensor)
     placements = replace_partial_placements(spec.placements)
-    if has_view_shards(spec):
+    if has_strided_shards_of_view(spec):
         placements = tuple(each if type(each) is Shard else Replicate() for each in placements)
     return placements
 
@@ -185,15 +189,15 @@ class CustomGradient(AutogradFunction):
 
 class _SumOverDevices(CustomGradient):
     @staticmethod
-    def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
-        ctx.mesh, ctx.dims = mesh, dims
-        for dim in dims:
+    def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, mesh_dims: Collection[int]) -> torch.Tensor:
+        ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
+        for dim in mesh_dims:
             local = reduce_over_devices(local, mesh, dim, "sum")
         return local
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        return _SumOverDevices.compute_result(upstream[0], ctx.mesh, ctx.dims), None, None
+        return _SumOverDevices.compute_result(upstream[0], ctx.mesh, ctx.mesh_dims), None, None
 
 
 class _Redistribute(CustomGradient):

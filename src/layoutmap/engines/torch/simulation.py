@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import EngineError, LayoutMapWarning
-from layoutmap.engines.checks import check_simulated_devices
+from layoutmap.engines.checks import check_devices_are_simulated
 from layoutmap.engines.launchers import detect_launcher
 from layoutmap.engines.tested import ImportErrorConverter
 from layoutmap.engines.torch.changes import call_when_patches_are_removed, install_patches
@@ -116,7 +116,8 @@ def _start_simulation(num_ranks: int) -> None:
     """Create the process group of simulated ranks, and install the patches that simulate them."""
     global _simulation, _group
     _warn_of_other_processes(num_ranks)
-    with replace_default_group(None):  # init_process_group refuses to create a second default group
+    # init_process_group refuses to create a second default group, so remove the existing one for this time.
+    with replace_default_group_temporarily(None):
         on_error = sys.excepthook
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         sys.excepthook = on_error  # torch has set its own hook, which prints a rank; undo this
@@ -136,11 +137,11 @@ def _start_simulation(num_ranks: int) -> None:
 
 def use_simulated_group() -> AbstractContextManager[None]:
     """Make the group of simulated ranks (if any) torch's default process group, while the `with` block runs."""
-    return replace_default_group(_group) if _simulation is not None else nullcontext()
+    return replace_default_group_temporarily(_group) if _simulation is not None else nullcontext()
 
 
 @contextmanager
-def replace_default_group(group: dist.ProcessGroup | None) -> Generator[None]:
+def replace_default_group_temporarily(group: dist.ProcessGroup | None) -> Generator[None]:
     """Make `group` torch's default process group while the `with` block runs. `None`: there is no default group."""
     before = GroupMember.WORLD
     GroupMember.WORLD = group
@@ -174,7 +175,7 @@ def set_number_of_simulated_devices(number: int) -> None:
         )
     with _lock:
         if _simulation is not None:
-            check_simulated_devices(
+            check_devices_are_simulated(
                 "torch's simulation", number, [f"CPU:{each}" for each in range(get_world_size())]
             )
         _num_devices = number
@@ -199,7 +200,7 @@ def _warn_of_other_processes(num_devices: int) -> None:
         warnings.warn(
             f"{num_devices} devices are simulated in each of {started_by.num_processes} processes that "
             f"{started_by.name} started, and each process trains alone\n"
-            "  why   torch reads RANK and WORLD_SIZE, which are not set\n"
+            "  why   torch finds the other processes only by RANK and WORLD_SIZE, which are not set\n"
             "  fix   start the program with torchrun, as in srun torchrun ..., or set them",
             LayoutMapWarning,
             stacklevel=2,

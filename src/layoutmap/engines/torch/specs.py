@@ -75,14 +75,16 @@ def replace_placements(
     spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype
 ) -> DTensorSpec:
     """Return a copy of a spec with the given placements and dtype."""
-    keeps: dict[str, Any] = {_FLAG: False} if placements == spec.placements and has_view_shards(spec) else {}
+    keeps: dict[str, Any] = (
+        {_FLAG: False} if placements == spec.placements and has_strided_shards_of_view(spec) else {}
+    )
     return DTensorSpec(spec.mesh, placements, tensor_meta=get_meta(spec)._replace(dtype=dtype), **keeps)
 
 
 _FLAG = "use_strided_shard_as_shard_order"
 
 
-def has_view_shards(spec: DTensorSpec) -> bool:
+def has_strided_shards_of_view(spec: DTensorSpec) -> bool:
     """Return whether a spec has strided shards that only a view can have. Nothing can be redistributed to them.
 
     `redistribute` takes strided shards for axes that are sharded over mesh dims in another order, as layouts have them.
@@ -93,7 +95,7 @@ def has_view_shards(spec: DTensorSpec) -> bool:
     )
 
 
-def mark_view_spec(spec: Any, order: object) -> None:
+def mark_strided_shards_of_view(spec: Any, order: object) -> None:
     """Mark the strided shards of a spec as those of a view, and set its `shard_order`."""
     spec.shard_order = order
     setattr(spec, _FLAG, False)

@@ -83,7 +83,7 @@ def validate_step_explanation(explained: Any) -> Mapping[str, object]:
     wrong = wrong or [name for name, keys in rows.items() if not all(keys <= {*row} for row in fields[name])]
     if wrong:
         raise PlanError(
-            "explained is not the explanation of a compiled step",
+            "explained= is not the explanation of a compiled step",
             facts={"missing or of another type": ", ".join(wrong)},
             why="the page shows collectives, products, and bytes of a compiled step",
             fix="pass the result of step.explain(..).to_json(), or a file of it",

@@ -217,11 +217,11 @@ def make_assignment(shape: tuple[int, ...], dtype: str, layout: Layout, path: st
     return Assignment(VariableSpec(path, shape, dtype), layout)
 
 
-def make_recording_initializer(values: NumpyArray, used_keys: list[str], key: str) -> Initializer:
-    """Return an initializer that returns `values` and appends `key` to `used_keys` at each use."""
+def make_recording_initializer(values: NumpyArray, used_names: list[str], name: str) -> Initializer:
+    """Return an initializer that returns `values` and appends `name` to `used_names` at each use."""
 
-    def record_key_and_get_values() -> NumpyArray:
-        used_keys.append(key)
+    def record_use_and_return_values() -> NumpyArray:
+        used_names.append(name)
         return values
 
-    return Initializer(global_value=record_key_and_get_values)
+    return Initializer(global_value=record_use_and_return_values)

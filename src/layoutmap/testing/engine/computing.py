@@ -105,7 +105,7 @@ class ComputingLaws(EngineCases):
 
     @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
     def test_canonical_predicts_the_element_type(self, dtype: str):
-        """`canonicalize_values` returns the dtype that an array of these values has, and is idempotent."""
+        """`canonicalize_values` returns values in the dtype that an array of them has, and is idempotent."""
         values = np.ones(4, dtype)
         canonical = self.engine.canonicalize_values(values)
         array = self.engine.relayout(values, Layout(["x"], self.make_mesh("x=2")))

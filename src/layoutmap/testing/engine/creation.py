@@ -1,6 +1,5 @@
 """Laws about initial values."""
 
-# ruff: noqa: SIM300
 from __future__ import annotations
 
 import gc

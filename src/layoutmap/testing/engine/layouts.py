@@ -1,6 +1,5 @@
 """Laws about devices, meshes, and layouts."""
 
-# ruff: noqa: SIM300
 from __future__ import annotations
 
 import numpy as np

@@ -22,7 +22,7 @@ from layoutmap.testing.models.cases import QUANTIZED
 from layoutmap.testing.models.jax.model import JaxModel
 from layoutmap.testing.models.torch.model import Head
 from layoutmap.testing.models.torch.model import Model as TorchModel
-from layoutmap.testing.products import allow_tf32
+from layoutmap.testing.products import allow_tf32_temporarily
 
 
 def compare_initial_values(trial: Trial) -> Iterator[str]:
@@ -162,7 +162,7 @@ def compare_training_in_precision(precision: str, trial: Trial) -> Iterator[str]
     other = Trial(trial.case.to_precision(precision))
     with ExitStack() as stack:
         if precision == "TF32":
-            tf32 = allow_tf32(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
+            tf32 = allow_tf32_temporarily(trial.adapter.engine_name, Mesh(None, trial.case.map.mesh))
             if trial.case.devices.simulated or not stack.enter_context(tf32):
                 raise NotApplicable("the devices do not support TF32")
         try:

@@ -63,7 +63,9 @@ class Trial:
         self.adapter: Adapter = require_capability(get_adapter(case.library), Adapter, "a law")
         self._options: dict[str, Any] = {"rows": "own"} if has_own_rows else {}
         if has_own_rows:
-            self.adapter = cast("Adapter", _OwnRowsAdapter(self.adapter, case, self.processes.process_index))
+            self.adapter = cast(
+                "Adapter", _RowsOfThisProcessAdapter(self.adapter, case, self.processes.process_index)
+            )
 
     @cached_property
     def plan(self) -> Plan:
@@ -168,7 +170,7 @@ class Trial:
         return [row for row in wrong if not row.error <= _REFERENCE_FACTOR * cancellation[row.stage]]
 
     def _compare_equal_models(self) -> Iterator[ParityRow]:
-        """Compare two equal unsharded models, because some devices sum in a random order."""
+        """Yield the differences between two equal unsharded models: rounding, on devices that sum in a random order."""
         return self._compare_two_models(self.create_unsharded_model(), self.create_unsharded_model())
 
     def _compare_perturbed_model(self) -> Iterator[ParityRow]:
@@ -186,7 +188,7 @@ class Trial:
         return self._compare_two_models(reference, moved)
 
     def _compare_in_float32(self) -> Iterator[ParityRow]:
-        """Compare an unsharded model with a float32 model of equal weights, because frameworks may sum in float32."""
+        """Yield the differences between an unsharded model and a float32 model of equal weights: its rounding."""
         if self.case.precision not in ("float32", *QUANTIZED):  # quantized models have different weights
             reference = self.create_unsharded_model()
             wide_trial = Trial(self.case.to_precision("float32"))
@@ -287,7 +289,7 @@ class _UncompiledAdapter:
         return call_method_uncompiled
 
 
-class _OwnRowsAdapter:
+class _RowsOfThisProcessAdapter:
     """An adapter that passes a sharded model only the rows of this process, and returns only these rows of outputs.
 
     The last rows of a batch are dropped for both models, so that all processes get equally many.

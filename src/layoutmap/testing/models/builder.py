@@ -80,7 +80,7 @@ class ModelBuilder(ABC):
     def add_random_input(
         self, kind_frequencies: Mapping[str, int], spatial_sizes: Mapping[str, tuple[int, ...]]
     ) -> tuple[str, Shape, int | None]:
-        """Add an input. Return its variable, its shape with features, and its number of tokens (None for floats).
+        """Add an input. Return its variable, its shape with features, and its vocabulary size (None for floats).
 
         `spatial_sizes` has the possible sizes of spatial axes, by kind of input.
         """

@@ -19,7 +19,7 @@ class ModelValue:
 
     name: str  # name of the variable in the program
     shape: Shape  # shape of one row; for logits, without the axis of classes
-    classes: int | None = None  # number of tokens or classes; None if the values are floats
+    classes: int | None = None  # vocabulary size or number of classes; None if the values are floats
     loss: str = ""  # expression of the loss of an output, in the syntax of the library
 
     def make_batch_code(self, rows: int) -> str:

@@ -95,7 +95,7 @@ class MeasuredSpeeds:
     def run_collectives_law(self) -> LawResult:
         """Return the result of the law about slow collectives."""
         first = self.results[0]
-        what, why = "held", "\n".join(self._describe_slow_collectives())
+        what, why = "held", "\n".join(self._format_slow_collectives())
         if self.share_cores:
             what, why = "not tried", "there are more devices than cores, so they slow each other down"
         elif not any(self._expect_bandwidth(key) for key in self._fastest_collectives):
@@ -107,7 +107,7 @@ class MeasuredSpeeds:
             what, why = "wrong", f"{why}\nMeasure again: layoutmap selftest --only {first.subject}"
         return LawResult(first.subject, first.seed, Outcome(SLOW_COLLECTIVE_LAW, what, why, 0.0))
 
-    def _describe_slow_collectives(self) -> Iterator[str]:
+    def _format_slow_collectives(self) -> Iterator[str]:
         for key, (figure, _, bandwidth) in self._fastest_collectives.items():
             expected = self._expect_bandwidth(key)
             if expected and bandwidth * _MAX_SLOWDOWN[self.on is not None] < expected:

@@ -13,25 +13,25 @@ import jax.core
 import keras
 import numpy as np
 
-from layoutmap.adapters.keras.backends.jax_processes import GATHERED, wrap_save_to_write_once
+from layoutmap.adapters.keras.backends.jax_processes import GATHERED, make_write_once_save_wrapper
 from layoutmap.adapters.keras.backends.jax_steps import (
     PRIVATE_NAMES,
     constrain_to_layout,
+    make_training_method_wrappers,
     place_on_mesh,
     read_stored_array,
     read_training_state,
     read_unpadded_value,
-    wrap_training_methods,
 )
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
-from layoutmap.adapters.keras.training import create_training_variables, record_gradients
+from layoutmap.adapters.keras.training import create_training_variables, record_gradients_instead_of_applying
 from layoutmap.adapters.keras.wraps import get_session
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.ambient import leave_ambient_mesh
+from layoutmap.engines.jax.ambient import suspend_ambient_mesh
 from layoutmap.engines.jax.padded import PaddedArray, explain_why_padding_is_impossible, wrap_padded_array
 from layoutmap.engines.patches import set_attribute_temporarily
 
@@ -61,10 +61,10 @@ class JaxBackend(Backend):
         return PRIVATE_NAMES
 
     @contextmanager
-    def leave_tracing(self) -> Generator[None]:
+    def suspend_tracing(self) -> Generator[None]:
         """Run the block outside any trace and without the mesh of `jax.set_mesh`."""
         # `jax.ensure_compile_time_eval` would make global arrays constants of the trace, so use `eval_context`.
-        with jax.core.eval_context(), leave_ambient_mesh():
+        with jax.core.eval_context(), suspend_ambient_mesh():
             yield
 
     def is_tracing(self) -> bool:
@@ -96,7 +96,7 @@ class JaxBackend(Backend):
         """Return an array in a layout: constrained to it in a trace, and redistributed outside a trace."""
         return jax.lax.with_sharding_constraint(array, session.engine.make_native_layout(layout, layout.rank))
 
-    def wrap_layer_methods(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
+    def make_layer_method_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return a wrapper of `_maybe_build` that raises if a layer's weights do not fit `jax.set_mesh`'s mesh."""
         build = layer._maybe_build
 
@@ -108,13 +108,16 @@ class JaxBackend(Backend):
         return {"_maybe_build": maybe_build}
 
     @staticmethod
-    def wrap_training_methods(model: keras.Model, session: KerasSession) -> WrappedMethods:
+    def make_training_method_wrappers(model: keras.Model, session: KerasSession) -> WrappedMethods:
         """Return wrappers of a model's methods, by name. They place batches on the mesh, and keep layouts."""
-        wrappers = wrap_training_methods(model, session)
+        wrappers = make_training_method_wrappers(model, session)
         if session.context.spans_processes:
             wrappers = {
                 **wrappers,
-                **{name: wrap_save_to_write_once(model, session, name) for name in ("save", "save_weights")},
+                **{
+                    name: make_write_once_save_wrapper(model, session, name)
+                    for name in ("save", "save_weights")
+                },
             }
         return wrappers
 
@@ -136,7 +139,7 @@ class JaxBackend(Backend):
         weights = model.trainable_variables
 
         def compute_logs_and_gradients(state: object, data: object) -> object:
-            with record_gradients(model) as found:
+            with record_gradients_instead_of_applying(model) as found:
                 logs, _ = model.train_step(state, data)
             gradients = [found.get(id(variable)) for variable in weights]
             return logs, [
@@ -144,7 +147,7 @@ class JaxBackend(Backend):
                 for each, v in zip(gradients, weights, strict=True)
             ]
 
-        with leave_ambient_mesh():
+        with suspend_ambient_mesh():
             # Loss trackers that are created in a trace would store tracers, so create them now.
             create_training_variables(model, session, batch)
             if session is not None:

@@ -178,7 +178,7 @@ def _list_process_indices(session: KerasSession) -> list[int]:
 
 
 def _find_batch_blocks_by_process(layout: Layout, devices: object) -> dict[int, tuple[int, ...]]:
-    """Return a dict from process index to the numbers of the batch's blocks of rows that its devices store."""
+    """Return a dict from process index to the indices of the batch's blocks of rows that its devices store."""
     processes = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
     dims = layout.list_mesh_dims(0)
     if not dims:
@@ -267,7 +267,7 @@ def wrap_to_report_failure(
 # -- saving variables
 
 
-def wrap_save_to_write_once(
+def make_write_once_save_wrapper(
     model: keras.Model, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
     """Wrap `save` or `save_weights`: of the processes that pass the same path, only the first writes the file."""

@@ -26,10 +26,10 @@ from jax.experimental.sparse import JAXSparse
 from layoutmap.adapters.fingerprints import hash_lowered_step
 from layoutmap.adapters.keras.backends.jax_processes import RowDivider, wrap_to_report_failure
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
-from layoutmap.adapters.keras.training import compare_between_processes, wrap_step_factories
+from layoutmap.adapters.keras.training import compare_between_processes, make_step_factory_wrappers
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallComparisonSchedule, check_same_program
-from layoutmap.engines.jax.ambient import leave_ambient_mesh
+from layoutmap.engines.jax.ambient import suspend_ambient_mesh
 from layoutmap.engines.jax.padded import (
     PaddedArray,
     compute_padded_shape,
@@ -49,7 +49,7 @@ _ENTRIES = ("fit", "evaluate", "predict", *(f"{step}_on_batch" for step in _STEP
 
 
 # A keras `Distribution` is global and refuses uneven batches, so wrap methods instead (decisions/0007).
-def wrap_training_methods(model: keras.Model, session: KerasSession) -> WrappedMethods:
+def make_training_method_wrappers(model: keras.Model, session: KerasSession) -> WrappedMethods:
     """Return wrappers of a model's methods, by name. They place batches, keep layouts, and undo failed steps."""
     last_values = _LastVariableValues(model)
     wrappers: dict[str, Method] = {
@@ -74,7 +74,7 @@ def wrap_training_methods(model: keras.Model, session: KerasSession) -> WrappedM
         with set_attribute_temporarily(model, f"{step_name}_step", renewed):
             return _make_batch_placing_step(make_keras_step(), session, step_name, schedule)
 
-    wrappers = wrap_step_factories(model, session, schedule, make_step, wrappers)
+    wrappers = make_step_factory_wrappers(model, session, schedule, make_step, wrappers)
     wrappers["_get_jax_state"] = last_values.wrap_get_jax_state(model._get_jax_state)
     wrappers["jax_state_sync"] = last_values.wrap_jax_state_sync(model.jax_state_sync)
     wrappers["_make_function"] = last_values.wrap_keras_make_function(model._make_function, session)
@@ -125,7 +125,7 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
     if jax.process_count() > 1 or not all(isinstance(array, np.ndarray) for array in arrays):
         placed = iter(jax.device_put(arrays, shardings))
     else:
-        with leave_ambient_mesh():
+        with suspend_ambient_mesh():
             placed = iter(_compile_placement(tuple(shardings))(*arrays))
     placed = (x if rows is None else _RowPaddedArray(x, rows) for x, rows in zip(placed, padded, strict=True))
     return keras.tree.map_structure(
@@ -167,7 +167,7 @@ class _LastVariableValues:
             _copy_shared_buffers(
                 variable for group in _list_variable_groups(self._model, 4) for variable in group
             )
-            with _make_variables_return_stored_arrays():
+            with _return_stored_arrays_temporarily():
                 state = tuple(list(map(unwrap_padded_array, group)) for group in original(**groups))
             self._record_values(state)
             if purge_model_variables:
@@ -280,7 +280,7 @@ _returns_stored_arrays: ContextVar[bool] = ContextVar("_returns_stored_arrays", 
 
 
 @contextmanager
-def _make_variables_return_stored_arrays() -> Generator[None]:
+def _return_stored_arrays_temporarily() -> Generator[None]:
     """Make variables return their stored arrays, also padded ones, until the block ends."""
     token = _returns_stored_arrays.set(True)
     try:
@@ -291,7 +291,7 @@ def _make_variables_return_stored_arrays() -> Generator[None]:
 
 def read_stored_array(variable: keras.Variable) -> Any:
     """Return the array that a variable stores, which may be a `PaddedArray`."""
-    with _make_variables_return_stored_arrays():
+    with _return_stored_arrays_temporarily():
         return variable.value
 
 
@@ -313,7 +313,7 @@ def _wrap_to_restore_after_failure(method: Method, last_values: _LastVariableVal
     def call_and_restore_after_failure(*args: object, **kwargs: object) -> object:
         last_values.depth += 1
         try:
-            with leave_ambient_mesh():
+            with suspend_ambient_mesh():
                 return method(*args, **kwargs)
         except BaseException as error:
             last_values.restore_lost_values(error)

@@ -25,14 +25,21 @@ from layoutmap.adapters.keras.backends.tensorflow_calls import (
     compare_and_place_batch,
     compute_on_mesh,
     is_building_eagerly,
+    make_mesh_call_wrapper,
     make_weight_reader,
     relayout_gradient_to_read_layout,
-    wrap_call_on_mesh,
 )
 from layoutmap.adapters.keras.backends.tensorflow_functions import REPLACED
 from layoutmap.adapters.keras.backends.tensorflow_gathering import RecompiledFunction
-from layoutmap.adapters.keras.backends.tensorflow_optimizers import wrap_apply, wrap_assign, wrap_var_key
-from layoutmap.adapters.keras.backends.tensorflow_steps import DisabledGraphOptimizer, wrap_training_methods
+from layoutmap.adapters.keras.backends.tensorflow_optimizers import (
+    make_apply_wrapper,
+    make_var_key_wrapper,
+    wrap_assign,
+)
+from layoutmap.adapters.keras.backends.tensorflow_steps import (
+    DisabledGraphOptimizer,
+    make_training_method_wrappers,
+)
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
     find_unsupported_features,
     make_function_that_refuses_generate,
@@ -63,7 +70,7 @@ class TensorFlowBackend(Backend):
     make_unsharded_tensor = staticmethod(tf.constant)
     single_scope_steps = MappingProxyType(dict.fromkeys(("train_step", "test_step", "predict_step"), False))
     unsupported_board_options = ("histogram_freq", "write_images")
-    wrap_training_methods = staticmethod(wrap_training_methods)
+    make_training_method_wrappers = staticmethod(make_training_method_wrappers)
     find_unsupported_features = staticmethod(find_unsupported_features)
     global_init_reasons = MappingProxyType(
         {
@@ -78,7 +85,7 @@ class TensorFlowBackend(Backend):
         return [(keras.Optimizer, ("_var_key",)), *REPLACED]
 
     @contextmanager
-    def leave_tracing(self) -> Generator[None]:
+    def suspend_tracing(self) -> Generator[None]:
         """Run the block outside any trace and without the default mesh."""
         with tf.init_scope(), tf.device(None):
             yield
@@ -113,9 +120,9 @@ class TensorFlowBackend(Backend):
         as_it_is = session.thread_state.is_exporting or session.thread_state.gathering_level
         return array if as_it_is else constrain_layout(array, layout)
 
-    def wrap_layer_methods(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
+    def make_layer_method_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return wrappers of a layer's methods, by name, that run eager calls with unsharded tensors on the mesh."""
-        wrappers = {name: wrap_call_on_mesh(layer, session, name) for name in CALLS}
+        wrappers = {name: make_mesh_call_wrapper(layer, session, name) for name in CALLS}
         # With LoRA, saving computes the kernel from sharded weights, so it runs on the mesh.
         wrappers["save_own_variables"] = compute_on_mesh(session)(layer.save_own_variables)
         if isinstance(layer, keras.Model):
@@ -127,14 +134,16 @@ class TensorFlowBackend(Backend):
                 wrappers["make_generate_function"] = make_function_that_refuses_generate(layer)
         return wrappers
 
-    def wrap_optimizer_methods(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
+    def make_optimizer_method_wrappers(
+        self, optimizer: keras.Optimizer, session: KerasSession
+    ) -> WrappedMethods:
         """Return wrappers of an optimizer's methods, by name. They compute updates and slots on the mesh."""
         add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
         assigns = ("assign", "assign_add", "assign_sub")
         return {
             "add_variable_from_reference": add,
-            "_var_key": wrap_var_key(optimizer),
-            "apply": wrap_apply(optimizer, session),
+            "_var_key": make_var_key_wrapper(optimizer),
+            "apply": make_apply_wrapper(optimizer, session),
             **{name: wrap_assign(getattr(optimizer, name), session) for name in assigns},
         }
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_functions import replace_unsupported_functions
+from layoutmap.adapters.keras.backends.tensorflow_functions import replace_unsupported_functions_temporarily
 from layoutmap.adapters.keras.backends.tensorflow_gathering import (
     GatheringLevel,
     allows_only_batch_layout,
@@ -38,9 +38,11 @@ from layoutmap.engines.tensorflow.traces import copy_captured_arrays_to_mesh
 dtensor = tf.experimental.dtensor
 
 
-def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
+def make_mesh_call_wrapper(
+    layer: keras.Layer, session: KerasSession, method_name: str
+) -> Callable[..., object]:
     """Wrap a layer's `call`. If no other call is running, it moves inputs to the mesh, and results back."""
-    original = _wrap_call_with_readable_weights(layer, session, method_name)
+    original = _make_readable_weights_call_wrapper(layer, session, method_name)
 
     @functools.wraps(original)
     def call_on_mesh(*args: object, **kwargs: object) -> object:
@@ -68,7 +70,7 @@ def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: st
     return call_on_mesh
 
 
-def _wrap_call_with_readable_weights(
+def _make_readable_weights_call_wrapper(
     layer: keras.Layer, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
     """Wrap a layer's `call` so that the layer reads its weights in layouts that DTensor supports for it."""
@@ -93,7 +95,7 @@ def _wrap_call_with_readable_weights(
 @contextmanager
 def compute_on_mesh(session: KerasSession) -> Generator[None]:
     """Make Keras on this thread compute with operations that DTensor supports until the block ends."""
-    with replace_unsupported_functions(functools.partial(replicate_tensor, session=session)):
+    with replace_unsupported_functions_temporarily(functools.partial(replicate_tensor, session=session)):
         yield
 
 

@@ -73,7 +73,7 @@ _current = threading.local()
 
 
 @contextmanager
-def replace_unsupported_functions(replicate: Replicate) -> Generator[None]:
+def replace_unsupported_functions_temporarily(replicate: Replicate) -> Generator[None]:
     """Make Keras on this thread compute with operations that DTensor supports until the block ends."""
     with _PATCHES.activate(), set_attribute_temporarily(_current, "replicate", replicate):
         yield

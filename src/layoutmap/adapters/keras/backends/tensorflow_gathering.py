@@ -17,7 +17,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import describe_refused_op, is_compiler_refusal
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
+    is_compiler_refusal,
+    make_refused_op_facts,
+)
 from layoutmap.adapters.keras.describing import list_layer_paths
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning
@@ -58,10 +61,10 @@ class RecompiledFunction:
 
     def trace_at_gathering_level(self, *args: object) -> Any:
         """Return the function's trace for some arguments, compiled at the session's present gathering level."""
-        with self._set_gathering_level():
+        with self._set_gathering_level_temporarily():
             return self._compile_at_level(self._session.gathering_level).get_concrete_function(*args)
 
-    def _set_gathering_level(self) -> AbstractContextManager[None]:
+    def _set_gathering_level_temporarily(self) -> AbstractContextManager[None]:
         """Make layers that this thread calls gather as much as the session needs so far, until the block ends."""
         return set_attribute_temporarily(
             self._session.thread_state, "gathering_level", self._session.gathering_level
@@ -71,21 +74,21 @@ class RecompiledFunction:
         """Call the function. If DTensor refuses it, compile it again with more gathering."""
         before, operation_facts = self._session.gathering_level, dict[str, str]()
         if not self._is_graph_checked:
-            needed, operation_facts["operation"] = _find_needed_gathering_level(
+            needed, operation_facts["operation"] = _find_gathering_level_and_operation(
                 self.trace_at_gathering_level(*args).graph
             )
             self._session.gathering_level = max(needed, before)
         self._is_graph_checked = True
         while True:
             try:
-                with self._set_gathering_level():
+                with self._set_gathering_level_temporarily():
                     result = self._compile_at_level(self._session.gathering_level)(*args)
             except tf.errors.OpError as error:
                 if "got a regular tensor" in error.message and self._replicate_captured_tensors(
                     self.trace_at_gathering_level(*args)
                 ):
                     continue
-                found = describe_refused_op(
+                found = make_refused_op_facts(
                     error, self.trace_at_gathering_level(*args).graph, _describe_layers_by_name(self._session)
                 )
                 if not is_compiler_refusal(error) or self._session.gathering_level == GatheringLevel.ALL:
@@ -145,7 +148,7 @@ def _warn_of_gathering(description: str, operation_facts: dict[str, str], sessio
     warnings.warn(warning, stacklevel=find_user_stacklevel(_INNER))
 
 
-def _find_needed_gathering_level(graph: tf.Graph) -> tuple[GatheringLevel, str]:
+def _find_gathering_level_and_operation(graph: tf.Graph) -> tuple[GatheringLevel, str]:
     """Return the gathering level at which DTensor computes a graph correctly, and the type of an operation.
 
     The type is that of an operation that needs the level, or an empty text if nothing more must be gathered.

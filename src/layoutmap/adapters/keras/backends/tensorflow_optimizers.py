@@ -20,7 +20,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
-def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
+def make_var_key_wrapper(optimizer: keras.Optimizer) -> Callable[..., object]:
     """Wrap an optimizer's `_var_key`, which returns a variable's key, so that it initializes no pending variable."""
     original = optimizer._var_key
 
@@ -32,7 +32,7 @@ def wrap_var_key(optimizer: keras.Optimizer) -> Callable[..., object]:
     return get_key
 
 
-def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
+def make_apply_wrapper(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
     """Wrap `apply` to run on the mesh, with each gradient in the layout of its weight.
 
     Without that, DTensor chooses layouts for the backward pass that suit the optimizer, and fails (Muon on a

@@ -23,8 +23,8 @@ from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     build_model_for_batch,
     create_training_variables,
+    make_step_factory_wrappers,
     materialize_training_variables,
-    wrap_step_factories,
 )
 from layoutmap.engines.agreement import CallComparisonSchedule
 from layoutmap.engines.patches import ClosingContext
@@ -34,7 +34,7 @@ from layoutmap.engines.tensorflow.traces import check_writes_at_trace_end
 dtensor = tf.experimental.dtensor
 
 
-def wrap_training_methods(model: Any, session: KerasSession) -> WrappedMethods:
+def make_training_method_wrappers(model: Any, session: KerasSession) -> WrappedMethods:
     """Return wrappers of a model's methods, by name. They run the model's steps compiled on the mesh."""
     schedule = CallComparisonSchedule()
 
@@ -43,7 +43,7 @@ def wrap_training_methods(model: Any, session: KerasSession) -> WrappedMethods:
         return mesh_step.run_on_all_batches if step_name == "predict" else mesh_step.run_on_next_batches
 
     loops = {name: _wrap_to_unshard(getattr(model, name), session) for name in ("fit", "evaluate", "predict")}
-    return wrap_step_factories(model, session, schedule, make_step, loops)
+    return make_step_factory_wrappers(model, session, schedule, make_step, loops)
 
 
 def _wrap_to_unshard(loop: Callable[..., object], session: KerasSession) -> Callable[..., object]:
@@ -85,7 +85,10 @@ class _MeshStep:
         if not tf.executing_eagerly():
             check_writes_at_trace_end(f"the {self._name} step")
         # Custom gradients, such as those of float8 layers, run after their layer's call, so open both contexts here.
-        with _shard_outputs_along_batch(self._model, self._session), compute_on_mesh(self._session):
+        with (
+            _shard_outputs_along_batch_temporarily(self._model, self._session),
+            compute_on_mesh(self._session),
+        ):
             return getattr(self._model, f"{self._name}_step")(batch)
 
     def run_on_next_batches(self, iterator: Iterator[object]) -> object:
@@ -158,7 +161,7 @@ def _constrain_to_batch_layout(output: Any, session: KerasSession) -> object:
 
 
 @contextmanager
-def _shard_outputs_along_batch(model: keras.Model, session: KerasSession) -> Generator[None]:
+def _shard_outputs_along_batch_temporarily(model: keras.Model, session: KerasSession) -> Generator[None]:
     """Shard a model's outputs and their gradients only along the batch, until the block ends.
 
     Losses and metrics compute along the other axes, where some DTensor operations are incorrect if these are sharded.
@@ -200,7 +203,7 @@ class DisabledGraphOptimizer(ClosingContext):
         self._is_on_cpu = mesh.device_type() == "CPU"
 
     def open_context(self) -> None:
-        """Disable the optimizer, unless the user's code has chosen optimizations, or the mesh has accelerators."""
+        """Disable the graph optimizer, unless the program chose optimizations itself, or the mesh has accelerators."""
         options = tf.config.optimizer
         with _options_lock:
             chosen = options.get_experimental_options()
@@ -210,7 +213,7 @@ class DisabledGraphOptimizer(ClosingContext):
                 options.set_experimental_options({"disable_meta_optimizer": True})
 
     def close_context(self) -> None:
-        """Enable the optimizer again, unless another thread is still in such a block."""
+        """Enable the graph optimizer, unless another thread is still in a block that disables it."""
         with _options_lock:
             if self in _open_blocks:
                 found = {} if len(_open_blocks) > 1 else {"disable_meta_optimizer": False}

@@ -105,7 +105,7 @@ def is_compiler_refusal(error: tf.errors.OpError) -> bool:
     return "dtensor_graph_to_mlir_pass" in error.message
 
 
-def describe_refused_op(
+def make_refused_op_facts(
     error: tf.errors.OpError, graph: tf.Graph | None, layer_texts: Mapping[str, str]
 ) -> dict[str, str]:
     """Return facts for a DTensor error: the operation that it names, and the layers that contain the operation.
@@ -133,7 +133,7 @@ def translate_refusals(action: str) -> Generator[None]:
         raise EngineError(
             f"{action} cannot be run by TensorFlow's DTensor",
             facts={
-                **getattr(error, "layoutmap_place", describe_refused_op(error, None, {})),
+                **getattr(error, "layoutmap_place", make_refused_op_facts(error, None, {})),
                 "TensorFlow": find_problem_line(error.message),
             },
             why="DTensor has no rule for an operation; compiled steps were tried with the planned layouts, with only "

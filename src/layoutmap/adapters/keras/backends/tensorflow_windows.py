@@ -48,9 +48,9 @@ def compute_depthwise_conv(original: Original, args: Arguments) -> tf.Tensor:
     kernel = _insert_zeros_in_kernel(args.kernel, args.dilation_rate)
     *sizes, channels, multiples = kernel.shape
     values = _get_channels_last_inputs(args)
-    for i, (size, step) in enumerate(zip(sizes, _repeat_per_axis(args.strides, len(sizes)), strict=True)):
-        values, count = _pad_and_count_windows(values, axis := 1 + 2 * i, size, step, args.padding)
-        values = tf.gather(values, step * np.arange(count)[:, None] + np.arange(size), axis=axis)
+    for i, (size, stride) in enumerate(zip(sizes, _repeat_per_axis(args.strides, len(sizes)), strict=True)):
+        values, count = _pad_and_count_windows(values, axis := 1 + 2 * i, size, stride, args.padding)
+        values = tf.gather(values, stride * np.arange(count)[:, None] + np.arange(size), axis=axis)
     space, offsets = "xyz"[: len(sizes)], "ijk"[: len(sizes)]
     axes = "".join(map("".join, zip(space, offsets, strict=True)))
     total: Any = tf.einsum(f"b{axes}c,{offsets}cm->b{space}cm", values, kernel)
@@ -66,9 +66,9 @@ def compute_separable_conv(original: Original, args: Arguments) -> tf.Tensor:
 
 def compute_average_pool(original: Original, args: Arguments) -> tf.Tensor:
     """Return average pooling: the mean of the elements in each window."""
-    steps = args.pool_size if args.strides is None else args.strides
+    strides = args.pool_size if args.strides is None else args.strides
     return _restore_channel_position(
-        _average_windows(_get_channels_last_inputs(args), args.pool_size, steps, args.padding), args
+        _average_windows(_get_channels_last_inputs(args), args.pool_size, strides, args.padding), args
     )
 
 
@@ -161,15 +161,16 @@ def compute_strided_slice(original: Original, args: Arguments) -> tf.Tensor:
     return original(args.input_, *named, *masks, args.var, args.name)
 
 
-def _average_windows(values: tf.Tensor, size: Sizes, steps: Sizes, padding: str) -> tf.Tensor:
+def _average_windows(values: tf.Tensor, size: Sizes, strides: Sizes, padding: str) -> tf.Tensor:
     """Return the mean of each window without its padding, computed along one axis after the other."""
     rank = len(values.shape)
-    for axis, (length, step) in enumerate(
-        zip(_repeat_per_axis(size, rank - 2), _repeat_per_axis(steps, rank - 2), strict=True), 1
+    for axis, (length, stride) in enumerate(
+        zip(_repeat_per_axis(size, rank - 2), _repeat_per_axis(strides, rank - 2), strict=True), 1
     ):
         ones = tf.ones([values.shape[i] if i == axis else 1 for i in range(rank)], values.dtype)
         total, counts = (
-            tf.add_n(list(_iterate_window_positions(a, axis, length, step, padding))) for a in (values, ones)
+            tf.add_n(list(_iterate_window_positions(a, axis, length, stride, padding)))
+            for a in (values, ones)
         )
         values = total / counts
     return values
@@ -210,22 +211,22 @@ def _insert_zeros_in_kernel(kernel: Any, rates: Sizes) -> Any:
 
 
 def _pad_and_count_windows(
-    values: Any, axis: int, size: int, step: int, padding: str
+    values: Any, axis: int, size: int, stride: int, padding: str
 ) -> tuple[tf.Tensor, int]:
     """Return an array padded along an axis, and the number of windows along this axis."""
     length = values.shape[axis]
     if padding.upper() != "SAME":
-        return values, (length - size) // step + 1
-    count = math.ceil(length / step)
-    missing = max((count - 1) * step + size - length, 0)
+        return values, (length - size) // stride + 1
+    count = math.ceil(length / stride)
+    missing = max((count - 1) * stride + size - length, 0)
     around = (missing // 2, missing - missing // 2)
     return tf.pad(values, [around if i == axis else (0, 0) for i in range(len(values.shape))]), count
 
 
 def _iterate_window_positions(
-    values: tf.Tensor, axis: int, size: int, step: int, padding: str
+    values: tf.Tensor, axis: int, size: int, stride: int, padding: str
 ) -> Iterator[tf.Tensor]:
     """Yield, for each position in a window, the elements of all windows along an axis."""
-    values, count = _pad_and_count_windows(values, axis, size, step, padding)
+    values, count = _pad_and_count_windows(values, axis, size, stride, padding)
     for offset in range(size):
-        yield values[(*(slice(None),) * axis, slice(offset, offset + (count - 1) * step + 1, step))]
+        yield values[(*(slice(None),) * axis, slice(offset, offset + (count - 1) * stride + 1, stride))]

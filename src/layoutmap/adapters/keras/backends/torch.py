@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.keras.backends.torch_calls import (
     enter_outermost_call,
+    make_mesh_call_wrapper,
     place_on_mesh,
-    wrap_call_on_mesh,
     wrap_to_unshard_losses,
 )
 from layoutmap.adapters.keras.backends.torch_private import NAMES, TorchLayer, keras_core
 from layoutmap.adapters.keras.backends.torch_steps import (
+    make_apply_wrapper,
     make_function_that_refuses_export,
-    wrap_apply,
-    wrap_training_methods,
+    make_training_method_wrappers,
 )
 from layoutmap.adapters.keras.paths import iterate_sublayers
 from layoutmap.adapters.keras.private import NamesByOwner, in_symbolic_scope
@@ -65,7 +65,7 @@ class TorchBackend(Backend):
     read_value = staticmethod(lambda variable: _read_in_keras_dtype(variable))
     single_scope_steps = MappingProxyType({"train_step": True})
     unsupported_board_options = ("write_images",)
-    wrap_training_methods = staticmethod(wrap_training_methods)
+    make_training_method_wrappers = staticmethod(make_training_method_wrappers)
     # These methods would read variables without values, so `track_new_values` does their work.
     methods_disabled_in_scope = (
         (TorchLayer, "_post_build"),
@@ -98,7 +98,7 @@ class TorchBackend(Backend):
             keras_core.DEFAULT_DEVICE = kind
 
     @contextmanager
-    def leave_tracing(self) -> Generator[None]:
+    def suspend_tracing(self) -> Generator[None]:
         """Leave Keras's symbolic device, inference mode, and no-grad mode in the block."""
         with (
             keras_core.device_scope(keras_core.DEFAULT_DEVICE),
@@ -149,10 +149,10 @@ class TorchBackend(Backend):
                 fix="write the layer in Keras, or build the whole model in torch and use its adapter: library='torch'",
             )
 
-    def wrap_layer_methods(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
+    def make_layer_method_wrappers(self, layer: keras.Layer, session: KerasSession) -> WrappedMethods:
         """Return wrappers of a layer's methods, by name. They let calls with unsharded tensors run on the mesh."""
         wrappers = {
-            **{name: wrap_call_on_mesh(layer, session, name) for name in CALLS},
+            **{name: make_mesh_call_wrapper(layer, session, name) for name in CALLS},
             "_get_own_losses": wrap_to_unshard_losses(layer._get_own_losses, session),
             "_get_regularization_losses": wrap_to_unshard_losses(layer._get_regularization_losses, session),
         }
@@ -160,9 +160,11 @@ class TorchBackend(Backend):
             wrappers["export"] = make_function_that_refuses_export(layer)
         return wrappers
 
-    def wrap_optimizer_methods(self, optimizer: keras.Optimizer, session: KerasSession) -> WrappedMethods:
+    def make_optimizer_method_wrappers(
+        self, optimizer: keras.Optimizer, session: KerasSession
+    ) -> WrappedMethods:
         """Return a wrapper of `apply` that updates on the mesh, with each gradient in the layout of its weight."""
-        return {"apply": wrap_apply(optimizer, session)}
+        return {"apply": make_apply_wrapper(optimizer, session)}
 
     @contextmanager
     def use_comparable_draws_and_rows(self, model: object) -> Generator[None]:

@@ -22,10 +22,10 @@ from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import (
     ReduceProductsMode,
-    enable_dtensor_ops,
-    hook_gradient_reduction,
+    enable_dtensor_ops_temporarily,
     is_batch_divisible,
     record_copy,
+    reduce_gradient_in_backward,
 )
 from layoutmap.engines.torch.placing import gather_if_sharded, reduce_if_partial
 
@@ -52,7 +52,7 @@ def _is_unsharded_array(value: object) -> bool:
 def compute_on_mesh(session: KerasSession) -> Generator[None]:
     """Simulate the scope's mesh if needed, and correct DTensor's operations, until the block ends."""
     native = session.engine.make_native_layout(session.policy.make_replicated_layout(0), 0)[0]
-    with simulation.simulate_mesh(native), enable_dtensor_ops(native):
+    with simulation.simulate_mesh(native), enable_dtensor_ops_temporarily(native):
         yield
 
 
@@ -89,15 +89,17 @@ def _is_inferring_shapes(session: KerasSession) -> bool:
 # -- calls
 
 
-def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: str) -> Callable[..., object]:
+def make_mesh_call_wrapper(
+    layer: keras.Layer, session: KerasSession, method_name: str
+) -> Callable[..., object]:
     """Wrap a layer's `call`. If no other call is running, it moves inputs to the mesh, and results back."""
-    function = _wrap_call_to_gather_weights(layer, session, method_name)
+    function = _make_weight_gathering_call_wrapper(layer, session, method_name)
 
     @functools.wraps(function)
     def call_on_mesh(*args: object, **kwargs: object) -> object:
         if _is_in_call(session):
             if session.thread_state.has_replicated_inputs:
-                args, kwargs = _map_nested_values(hook_gradient_reduction, (args, kwargs))
+                args, kwargs = _map_nested_values(reduce_gradient_in_backward, (args, kwargs))
             # Reduce a partial sum, such as rows of a row-sharded embedding, once here instead of at each use.
             return _constrain_to_batch_layout(
                 _map_nested_values(reduce_if_partial, function(*args, **kwargs)), layer, session
@@ -116,7 +118,7 @@ def wrap_call_on_mesh(layer: keras.Layer, session: KerasSession, method_name: st
     return call_on_mesh
 
 
-def _wrap_call_to_gather_weights(
+def _make_weight_gathering_call_wrapper(
     layer: keras.Layer, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
     """Wrap a layer's `call` to compute with weights in their compute layouts.

@@ -20,8 +20,8 @@ from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     build_model_for_batch,
     compare_between_processes,
+    make_step_factory_wrappers,
     materialize_training_variables,
-    wrap_step_factories,
 )
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import CallComparisonSchedule
@@ -29,7 +29,7 @@ from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch.dtensor_ops import check_equal_draws
 
 
-def wrap_training_methods(model: Any, session: KerasSession) -> WrappedMethods:
+def make_training_method_wrappers(model: Any, session: KerasSession) -> WrappedMethods:
     """Return wrappers of a model's methods, by name. They place each batch on the mesh, and run the steps there."""
     schedule = CallComparisonSchedule()
 
@@ -37,7 +37,7 @@ def wrap_training_methods(model: Any, session: KerasSession) -> WrappedMethods:
         _check_no_jit_compile(model)
         return _MeshStep(model, session, make_keras_step(), schedule)
 
-    return wrap_step_factories(model, session, schedule, make_step)
+    return make_step_factory_wrappers(model, session, schedule, make_step)
 
 
 class _MeshStep:
@@ -98,7 +98,7 @@ def make_function_that_refuses_export(model: keras.Model) -> Callable[..., objec
     return raise_export_error
 
 
-def wrap_apply(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
+def make_apply_wrapper(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
     """Wrap an optimizer's `apply` to run on the mesh, with each gradient in the layout of its weight."""
     original = optimizer.apply
 

@@ -67,13 +67,13 @@ class IndexMap(NamedTuple):
     shift: int = 0
 
     def convert_to_view_map(self, view: View) -> IndexMap:
-        """Return a map to elements of a view. This map is to elements of the view's memory."""
+        """Convert this map, to elements of a view's memory, to a map to elements of the view."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
     def convert_to_memory_map(self, view: View) -> IndexMap:
-        """Return a map to elements of a view's memory. This map is to elements of the view."""
+        """Convert this map, to elements of a view, to a map to elements of the view's memory."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
         if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
@@ -81,7 +81,7 @@ class IndexMap(NamedTuple):
         return IndexMap((view.geometry, "around", self))
 
     def convert_to_row_start_map(self, length: int) -> IndexMap:
-        """Return a map to the first element of each row. This map is to row numbers."""
+        """Convert this map, to row numbers, to a map to the first element of each row."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 
@@ -157,7 +157,7 @@ class ReaderBuilder:
     # -- operations that write part of a storage
 
     def _make_view_writer(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> SpanWriter:
-        """Return a function that overwrites elements with the values that an operation writes to a view."""
+        """Return a function that, in a given span of a view's memory, repeats the write of an operation to the view."""
         if operation.op.overloadpacket is aten.index_put_:
             return self._make_indexed_writer(operation, view)
         if not view.has_ascending_offsets:
@@ -306,7 +306,7 @@ class ReaderBuilder:
         return RowReader(compute_from_rows, inputs)
 
     def _make_needs_whole_tensor_error(self, operation: RecordedOperation) -> NeedsWholeTensorError:
-        """Return the error for an operation that cannot be computed in spans. It names the operation to blame."""
+        """Return the error for an operation that cannot be computed in spans. The error names the operation."""
         memories = {view.memory for view in operation.iterate_inputs()}
         numbers = find_needed_operation_numbers(self._operations, memories, operation.number)
         causes = [*(self._operations[n] for n in numbers), operation]

@@ -107,13 +107,13 @@ class _ValueReadMode(TorchFunctionMode):
             # a storage.
             return get_storage_key(args[0]) + args[0].storage_offset() * args[0].itemsize
         if func == _SET_DATA:
-            return func(args[0], self._defer_or_evaluate_data(*args))
+            return func(args[0], self._convert_assigned_data(*args))
         if func in _READS and self.tape.is_deferred(args[0]):
             return func(self.tape.evaluate_tensors(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
-    def _defer_or_evaluate_data(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Return the data to assign to a tensor: deferred if the tensor is deferred, otherwise with values."""
+    def _convert_assigned_data(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """Return the data to assign in `tensor.data = data`: deferred if the tensor is deferred, else with values."""
         if self.tape.is_deferred(tensor) == self.tape.is_deferred(data):
             return data
         return (

@@ -17,7 +17,9 @@ from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.trees import tree_map
 
-_NUM_COMPARED = 1024  # number of elements of a file that processes compare, to avoid reading the whole tensor
+_NUM_COMPARED_ELEMENTS = (
+    1024  # processes compare only so many elements of a file, because reading all is slow
+)
 
 
 class Recipe:
@@ -76,7 +78,11 @@ class Recipe:
                 name = names.setdefault(leaf.memory, f"#{len(names)}")
                 return f"{name} {leaf.dtype}{list(leaf.shape)}{where}"
             if isinstance(leaf, Constant):
-                few = leaf.value[-1:].reshape(-1)[-_NUM_COMPARED:] if leaf.is_mapped_file else leaf.value
+                few = (
+                    leaf.value[-1:].reshape(-1)[-_NUM_COMPARED_ELEMENTS:]
+                    if leaf.is_mapped_file
+                    else leaf.value
+                )
                 return f"{leaf.value.dtype}{list(leaf.value.shape)} {_format_checksum(few)}"
             # The index of a device differs between processes, so compare only its type.
             return leaf.type if isinstance(leaf, torch.device) else leaf

@@ -69,7 +69,7 @@ class RandomFill:
         words = _count_words_per_element(self)
         # Always draw the last group, because it may leave the second number of a normal pair in the generator's cache.
         ahead = (numel - _RNG_GROUP) // _RNG_GROUP * _RNG_GROUP
-        # A jump is slower than drawing the skipped numbers if they are few.
+        # To skip few numbers, drawing them is faster than a jump.
         if ahead * words >= _MIN_JUMP_WORDS and jump.can_jump_exactly():
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead

@@ -47,8 +47,8 @@ from layoutmap.engines.torch.operators import (
 from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
-SMALLEST = 4096
-_MAX_COPIED = 1 << 12  # number of elements; larger constants are copied only if something changes them
+MIN_DEFERRED_ELEMENTS = 4096
+_MAX_COPIED_ELEMENTS = 1 << 12  # larger constants are copied only if something changes them
 
 
 # No device may store a full weight, so record operations and replay them in pieces (decisions/0006).
@@ -80,7 +80,7 @@ class Tape:
 
     def __init__(
         self,
-        min_numel: int = SMALLEST,
+        min_numel: int = MIN_DEFERRED_ELEMENTS,
         piece_numel: int = PIECE,
         *,
         shapes_only: bool = False,
@@ -239,7 +239,7 @@ class Tape:
     def _run_with_evaluated_arguments(
         self, op: OpOverload, args: Args, kwargs: Kwargs, written: list[torch.Tensor]
     ) -> Any:
-        """Compute the deferred arguments of an operation, and run it with them. It will change `written`."""
+        """Compute the deferred arguments of an operation that will change `written`, and run it with them."""
         for leaf in written:
             self._copy_constants_before_change(leaf)
         args, kwargs = self.evaluate_tensors((args, kwargs))
@@ -325,7 +325,7 @@ class Tape:
         return operation
 
     def _compute_view_values(self, views: list[View]) -> list[torch.Tensor]:
-        """Return the values of deferred tensors. If only shapes will be read, `any` is false and `all` is true."""
+        """Return the values of deferred tensors. On a tape of shapes only, `any()` is False, and `all()` is True."""
         if self._shapes_only and len(views) == 1:
             maker = self._operations[views[0].memory.writes[0]]
             if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
@@ -355,7 +355,7 @@ class Tape:
         if self.is_deferred(leaf):
             return self._make_view(leaf)
         with self._pause_recording():
-            if leaf.numel() <= _MAX_COPIED:
+            if leaf.numel() <= _MAX_COPIED_ELEMENTS:
                 return Constant(leaf.detach().clone())
             constant = Constant(leaf.detach())
             self._shared_constants.setdefault(get_storage_key(leaf), []).append(constant)
@@ -396,6 +396,6 @@ def trace_recipe(function: Function, *args: object, tiles: bool = False) -> Reci
             f"{getattr(function, '__name__', function)} returns no tensor",
             facts={"returned": type(made).__name__},
             why="a recipe describes one tensor",
-            fix="return only the tensor",
+            fix="make the function return one tensor, and nothing else",
         )
     return tape.make_recipe(made) if tape.is_deferred(made) else Recipe.from_values(made)

@@ -20,7 +20,7 @@ from layoutmap.engines.torch.dtensor_ops.shards import (
     find_device_mesh,
     make_placements,
     reshard_to_local,
-    wrap_shards,
+    wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import copy_without_override_check
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -53,28 +53,33 @@ def _compute_attention(draw_mask: Function, function: Function, args: Args, kwar
         local = _attend_with_dropout_mask(shards, mask, drawn, **given)
     else:
         local = function(*shards, mask, **given)
-    return wrap_shards(local, mesh, kept)
+    return wrap_shards_as_dtensor(local, mesh, kept)
 
 
-def _find_matching_axes(tensor: torch.Tensor, kept_axes: dict[int, int], rank: int) -> dict[int, int]:
-    """Return a dict from mesh dim to the axis of an argument that matches axis `kept_axes[dim]` of the scores.
+def _find_matching_axes(tensor: torch.Tensor, axes_by_mesh_dim: dict[int, int], rank: int) -> dict[int, int]:
+    """Return a dict from mesh dim to the axis of an argument that matches axis `axes_by_mesh_dim[dim]` of the scores.
 
     Axes that the argument lacks, or that have size 1, are left out.
     """
     missing = rank - tensor.ndim
     return {
         dim: axis - missing
-        for dim, axis in kept_axes.items()
+        for dim, axis in axes_by_mesh_dim.items()
         if axis >= missing and tensor.shape[axis - missing] > 1
     }
 
 
 def _draw_global_mask(
-    shape: tuple[int, ...], dtype: torch.dtype, device: Any, p: float, mesh: Any, kept_axes: dict[int, int]
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: Any,
+    p: float,
+    mesh: Any,
+    axes_by_mesh_dim: dict[int, int],
 ) -> torch.Tensor:
     """Draw a dropout mask for all attention weights, and return this device's shard of the mask."""
     drawn = torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
-    return reshard_to_local(drawn, mesh, kept_axes, kept_axes)
+    return reshard_to_local(drawn, mesh, axes_by_mesh_dim, axes_by_mesh_dim)
 
 
 def _draw_local_mask(
@@ -83,12 +88,12 @@ def _draw_local_mask(
     device: torch.device,
     p: float,
     mesh: DeviceMesh,
-    kept_axes: dict[int, int],
+    axes_by_mesh_dim: dict[int, int],
 ) -> torch.Tensor:
     """Draw only this device's shard of a dropout mask, and return it."""
     if p > 1:  # the probability is invalid, so let torch raise its error
-        return _draw_global_mask(shape, dtype, device, p, mesh, kept_axes)
-    placements = make_placements(mesh, kept_axes)
+        return _draw_global_mask(shape, dtype, device, p, mesh, axes_by_mesh_dim)
+    placements = make_placements(mesh, axes_by_mesh_dim)
     return get_local(draw_sharded_mask(shape, dtype, device, p, mesh, placements, divisor=1 - p))
 
 
@@ -162,7 +167,7 @@ def _compute_multi_head_attention(
     else:
         attend = function
     output, weights = attend(**given)
-    return wrap_shards(output, mesh, kept), None if weights is None else wrap_shards(
+    return wrap_shards_as_dtensor(output, mesh, kept), None if weights is None else wrap_shards_as_dtensor(
         weights, mesh, of_weights
     )
 

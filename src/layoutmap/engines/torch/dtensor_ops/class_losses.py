@@ -29,7 +29,7 @@ from layoutmap.engines.torch.dtensor_ops.shards import (
     find_axes_to_shard,
     find_device_mesh,
     reshard_to_local,
-    wrap_shards,
+    wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.dtensor_ops.softmax import compute_log_softmax
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -62,12 +62,12 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
         return compute_on_gathered_tensors(function, args, kwargs)
     mesh = find_device_mesh((x, target, weight))
     kept = find_axes_to_shard([x], mesh, [each for each in range(x.ndim) if each != axis])
-    class_dims = (
-        find_axes_to_shard([x], mesh, {axis}, excluded_dims=kept, uneven_axes={axis})
+    class_mesh_dims = (
+        find_axes_to_shard([x], mesh, {axis}, excluded_mesh_dims=kept, uneven_axes={axis})
         if has_labels or function is F.cross_entropy
         else {}
     )
-    shards, of_rows = {**kept, **class_dims}, {dim: each - (each > axis) for dim, each in kept.items()}
+    shards, of_rows = {**kept, **class_mesh_dims}, {dim: each - (each > axis) for dim, each in kept.items()}
     local = reshard_to_local(x, mesh, shards, shards)
     labels = reshard_to_local(target, mesh, of_rows if has_labels else shards, shards)
     is_counted = None
@@ -75,11 +75,11 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
         labels = labels.long()  # `cross_entropy` accepts uint8 labels, but `gather` needs int64
         is_counted = labels != given.get("ignore_index", -100)
     weights = None if weight is None else reshard_to_local(weight, mesh, {}, shards)
-    if class_dims:
+    if class_mesh_dims:
         _check_loss_options(function, x, target, weight, given)  # the shards would not detect invalid options
-        classes = _ShardedClassLoss(axis, x.shape[axis], mesh, class_dims)
+        classes = _ShardedClassLoss(axis, x.shape[axis], mesh, class_mesh_dims)
         if function is F.cross_entropy:
-            local = compute_log_softmax(local, axis, mesh, class_dims)
+            local = compute_log_softmax(local, axis, mesh, class_mesh_dims)
         smoothing = given.get("label_smoothing", 0.0)
         if is_counted is None:
             losses = classes.compute_probability_losses(local, labels, weights, smoothing)
@@ -88,10 +88,12 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
             losses, is_counted = classes.compute_label_losses(local, labels, is_counted, weights, smoothing)
         losses = losses.to(x.dtype)
         if reduction == "none":
-            return sum_shards(losses, mesh, of_rows, class_dims)
+            return sum_shards(losses, mesh, of_rows, class_mesh_dims)
         total = losses.sum()
     elif reduction == "none" or not kept:
-        return wrap_shards(function(local, labels, weights, reduction=reduction, **given), mesh, of_rows)
+        return wrap_shards_as_dtensor(
+            function(local, labels, weights, reduction=reduction, **given), mesh, of_rows
+        )
     else:
         total = function(local, labels, weights, reduction="sum", **given)
     number = None
@@ -124,14 +126,14 @@ def _select_label_weights(
 class _ShardedClassLoss:
     """Compute this device's part of losses for classes that are sharded over some mesh dims."""
 
-    def __init__(self, axis: int, size: int, mesh: DeviceMesh, class_dims: Collection[int]) -> None:
-        self._axis, self._size, self._mesh, self._class_dims = axis, size, mesh, class_dims
+    def __init__(self, axis: int, size: int, mesh: DeviceMesh, class_mesh_dims: Collection[int]) -> None:
+        self._axis, self._size, self._mesh, self._class_mesh_dims = axis, size, mesh, class_mesh_dims
 
     def compute_label_losses(
         self, logs: torch.Tensor, labels: torch.Tensor, is_counted: Any, weights: Any, smoothing: float
     ) -> tuple[torch.Tensor, Any]:
         """Return this device's part of each row's loss, and a mask of the counted rows with a label here."""
-        numbers, is_here = find_local_rows(labels, self._size, self._mesh, self._class_dims)
+        numbers, is_here = find_local_rows(labels, self._size, self._mesh, self._class_mesh_dims)
         is_here = is_here & is_counted
         losses = -logs.gather(self._axis, numbers.unsqueeze(self._axis)).squeeze(self._axis)
         if weights is not None:
@@ -152,7 +154,7 @@ class _ShardedClassLoss:
 
     def _sum_over_local_classes(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         if weights is not None:
-            here = list_shard_indices(self._size, self._mesh, self._class_dims, values.device)
+            here = list_shard_indices(self._size, self._mesh, self._class_mesh_dims, values.device)
             shape = [1] * values.ndim
             shape[self._axis] = -1
             values = values * weights[here].view(shape)
@@ -163,11 +165,11 @@ class _MeanOverDevices(CustomGradient):
     """Sum local totals over mesh dims, and divide by the sum of their counts (if any), with one all-reduce per dim."""
 
     @staticmethod
-    def forward(ctx: Ctx, total: Any, counts: Any, mesh: DeviceMesh, dims: Iterable[int]) -> Any:
-        ctx.mesh, ctx.dims = mesh, list(dims)
+    def forward(ctx: Ctx, total: Any, counts: Any, mesh: DeviceMesh, mesh_dims: Iterable[int]) -> Any:
+        ctx.mesh, ctx.mesh_dims = mesh, list(mesh_dims)
         wide = torch.promote_types(total.dtype, torch.float32)
         sums = total.to(wide) if counts is None else torch.stack((total.to(wide), counts.to(wide)))
-        for dim in ctx.dims:
+        for dim in ctx.mesh_dims:
             sums = reduce_over_devices(sums, mesh, dim, "sum")
         ctx.by = None
         if counts is not None:
@@ -183,7 +185,7 @@ class _MeanOverDevices(CustomGradient):
         # Each device uses the mean for its own part of the batch, so the gradient of the mean is the sum of all
         # devices' gradients.
         of_gradient = make_replicated_placements(ctx.mesh)
-        for dim in ctx.dims:
+        for dim in ctx.mesh_dims:
             of_gradient[dim] = Partial()
         gradient = extract_shard(
             redistribute_tensor(

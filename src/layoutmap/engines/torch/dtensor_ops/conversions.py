@@ -159,7 +159,7 @@ def from_local(
                 raise EngineError(
                     "DTensor.from_local got shards of different sizes, and no shape",
                     facts={"shard": str(tuple(local.shape)), "placements": str(wanted)},
-                    why="without a shape, torch takes all shards for equal, and here an axis does not divide",
+                    why="without a shape, torch assumes equal shards, but here an axis is split unevenly",
                     fix="pass DTensor.from_local(..., shape=tensor.shape, stride=tensor.stride())",
                 )
             spec = make_spec_from_shard(device_mesh, wanted, local.shape, local.stride(), local.dtype)

@@ -11,7 +11,7 @@ from layoutmap.engines.torch.dtensor_ops.shards import (
     find_axes_to_shard,
     find_device_mesh,
     reshard_to_local,
-    wrap_shards,
+    wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 
@@ -27,7 +27,7 @@ def _compute_convolution(function: Function, args: Args, kwargs: Kwargs) -> obje
     # A grouped convolution reads only a part of the input channels for each output channel, so keep channels
     # replicated.
     channel_axes = [out_axis] if given.get("groups", 1) == 1 else []
-    channels = find_axes_to_shard([weight], mesh, channel_axes, excluded_dims=batch)
+    channels = find_axes_to_shard([weight], mesh, channel_axes, excluded_mesh_dims=batch)
     of_bias = dict.fromkeys(channels, 0)
     apart = {**batch, **channels}
     local = function(
@@ -36,7 +36,7 @@ def _compute_convolution(function: Function, args: Args, kwargs: Kwargs) -> obje
         None if bias is None else reshard_to_local(bias, mesh, of_bias, apart),
         **given,
     )
-    return wrap_shards(local, mesh, {**batch, **dict.fromkeys(channels, 1 if batched else 0)})
+    return wrap_shards_as_dtensor(local, mesh, {**batch, **dict.fromkeys(channels, 1 if batched else 0)})
 
 
 _REST = {

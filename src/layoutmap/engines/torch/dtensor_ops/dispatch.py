@@ -138,7 +138,7 @@ class OperatorDispatchPatch:
         vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
         for name, instead in _REPLACEMENTS.items():
             getattr(_Dispatcher, name).__code__ = instead.__code__
-        # DTensor computes these operators by handlers, without sharding rules, so wrap the handlers
+        # DTensor computes these operators by handlers, without sharding rules, so wrap the handlers.
         for name in _ALWAYS_ANSWERED:
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
             handler = functools.partial(_answer_for_handled_operator, self._answer, _ORIGINAL_HANDLERS[op])

@@ -26,10 +26,10 @@ from layoutmap.engines.torch.operators import (
 )
 from layoutmap.engines.torch.placing import (
     gather_if_sharded,
-    hook_gradient,
     is_replicated,
     replicate_tensor,
     shard_like,
+    transform_gradient_in_backward,
 )
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import check_tensor_unchanged, snapshot_change_counters
@@ -179,7 +179,7 @@ def compute_product(function: Function, args: Args, kwargs: Kwargs) -> object:
         check_tensor_unchanged(numbers)
         return gradient
 
-    result = function(hook_gradient(x, check_and_return_gradient), *args[1:], **given)
+    result = function(transform_gradient_in_backward(x, check_and_return_gradient), *args[1:], **given)
     numbers += snapshot_change_counters(result)
     return result
 

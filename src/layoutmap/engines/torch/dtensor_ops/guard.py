@@ -90,7 +90,7 @@ class _ShardingQuery(threading.local):
     is_running = False
 
     @contextmanager
-    def mark_query_running(self) -> Generator[None]:
+    def mark_query_running_temporarily(self) -> Generator[None]:
         before, self.is_running = self.is_running, True
         try:
             yield
@@ -167,7 +167,7 @@ def _check_no_write_to_unsharded_tensor(op: OpOverload, args: Args, kwargs: Kwar
                     f"{op}: an unsharded tensor would be changed by tensors on a mesh",
                     facts={"shape": tuple(each.shape), "gradient of": get_backward_node_name()},
                     why="each device would change the tensor, or its own copy of it",
-                    fix="pass their values: tensor.full_tensor()",
+                    fix="pass the values of the tensors on the mesh: tensor.full_tensor()",
                 )
 
 
@@ -218,7 +218,7 @@ def _compute_operator(
     can_compute = not (is_empty or is_filled or is_uneven)
     if _is_proven_operator(op, name, args, kwargs) and _has_safe_placements(tensors, name) and can_compute:
         try:
-            with sharding_query.mark_query_running():
+            with sharding_query.mark_query_running_temporarily():
                 answer = compute_by_dtensor()
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
@@ -232,11 +232,13 @@ def _compute_operator(
             what = "convert a sharded argument to a sum" if becomes_sum else "shard its arguments unevenly"
             why = f"DTensor would {what}"
     if any(_is_partial_or_strided(each) and id(each) not in written for each in tensors):
-        ready, named = tree_map(lambda each: _reduce_unwritten_argument(each, written), (tuple(args), kwargs))
+        ready, named = tree_map(
+            lambda each: _remove_partial_and_strided_placements(each, written), (tuple(args), kwargs)
+        )
         if is_pure_view(op):
             record_copy(args[0], ready[0])
         return op(*ready, **named)
-    # The operators that compute it may be proven, or gather less.
+    # The inner operators of a composite operator may be proven, or gather less, so try them first.
     inner = decompose_and_compute(op, args, kwargs)
     if inner is not NotImplemented:
         return inner
@@ -317,9 +319,9 @@ def _is_shard_or_replicate(placement: Placement) -> bool:
     return type(placement) is Shard or placement.is_replicate()
 
 
-def _reduce_unwritten_argument(value: object, written: set[int]) -> object:
-    """Return an argument without partial and strided placements. Arguments in `written` stay unchanged."""
-    if not isinstance(value, DTensor) or id(value) in written or not _is_partial_or_strided(value):
+def _remove_partial_and_strided_placements(value: object, written_ids: set[int]) -> object:
+    """Return an argument without partial and strided placements. Arguments in `written_ids` stay unchanged."""
+    if not isinstance(value, DTensor) or id(value) in written_ids or not _is_partial_or_strided(value):
         return value
     return redistribute_if_needed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
 
@@ -357,7 +359,7 @@ def _raise_shape_change_error(op: OpOverload, old: DTensor, new: torch.Tensor) -
     raise EngineError(
         f"{op}: a tensor on a mesh would change its shape in place",
         facts={"from": tuple(old.shape), "to": tuple(new.shape), "layout": str(old.placements)},
-        why="its shards would move to other memory, and its slices would belong to another tensor",
+        why="its shards would get new memory, so earlier views of the tensor would no longer see changes of it",
         fix="use the result of the operation: x = operation(x)",
     )
 

@@ -157,7 +157,7 @@ def _flatten_to_matrix(x: torch.Tensor) -> torch.Tensor:
 def _compute_linear_gradients(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs_gradient: Sequence[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of input, weight, and bias by operations that can be differentiated again."""
+    """Return the gradients of input, weight, and bias by operations that autograd can differentiate, too."""
     rows = _flatten_to_matrix(gradient)
     return (
         gradient @ weight if needs_gradient[0] else None,

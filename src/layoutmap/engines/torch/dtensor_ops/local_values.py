@@ -30,7 +30,9 @@ _marks: Any = WeakIdKeyDictionary()
 def mark_local_tensor(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
     """Record, for the local tensor of a DTensor, whether it differs between devices, and return the local tensor."""
     differs = not all(each.is_replicate() for each in placements)
-    if differs or list_function_modes():  # only function modes read marks of replicated values
+    if (
+        differs or list_function_modes()
+    ):  # only function modes read the value `False`, so store it only for them
         _marks[local] = differs
     return local
 

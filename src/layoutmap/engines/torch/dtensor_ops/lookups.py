@@ -54,7 +54,7 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
     check_index_range(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
     apart = find_axes_to_shard([rows], mesh, range(rows.ndim))
-    along = find_axes_to_shard([table], mesh, (0, 1), excluded_dims=apart, uneven_axes=(0, 1))
+    along = find_axes_to_shard([table], mesh, (0, 1), excluded_mesh_dims=apart, uneven_axes=(0, 1))
     shard = reshard_to_local(table, mesh, along, apart)
     rows = reshard_to_local(rows, mesh, apart, ())
     here, is_here = find_local_rows(
@@ -82,7 +82,7 @@ def _compute_gather(function: Function, args: Args, kwargs: Kwargs) -> object:
     apart: dict[int, int] = {}
     if _set_size_to_1(x.shape, axis) == _set_size_to_1(index.shape, axis):
         apart = find_axes_to_shard([x, index], mesh, set(range(x.ndim)) - {axis})
-    along = find_axes_to_shard([x], mesh, {axis}, excluded_dims=apart, uneven_axes={axis})
+    along = find_axes_to_shard([x], mesh, {axis}, excluded_mesh_dims=apart, uneven_axes={axis})
     shard = reshard_to_local(x, mesh, {**apart, **along}, apart)
     index = reshard_to_local(index, mesh, apart, ())
     here, is_here = find_local_rows(index, x.shape[axis], mesh, along)
@@ -90,35 +90,36 @@ def _compute_gather(function: Function, args: Args, kwargs: Kwargs) -> object:
 
 
 def find_local_rows(
-    index: torch.Tensor, size: int, mesh: DeviceMesh, dims: Collection[int]
+    index: torch.Tensor, size: int, mesh: DeviceMesh, mesh_dims: Collection[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert global row numbers to row numbers of this shard. Return them, and a mask of the rows in this shard.
 
-    The indexed axis has `size` elements on all devices, and is sharded over the mesh dims `dims`.
+    The indexed axis has `size` elements on all devices, and is sharded over the mesh dims at these positions.
     """
-    numbers = list_shard_indices(size, mesh, dims, index.device)
+    numbers = list_shard_indices(size, mesh, mesh_dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
     # Replace an index outside of this shard by any valid one, because the mask removes its row later.
     return (index - numbers[0]).clamp(min=0).minimum(numbers[-1] - numbers[0]), is_here
 
 
 def list_shard_indices(
-    size: int, mesh: DeviceMesh, dims: Collection[int], device: torch.device
+    size: int, mesh: DeviceMesh, mesh_dims: Collection[int], device: torch.device
 ) -> torch.Tensor:
-    """Return the global indices of the part of an axis that this device's shard has. See `find_local_rows`."""
-    return reshard_to_local(torch.arange(size, device=device), mesh, dict.fromkeys(dims, 0), ())
+    """Return the global indices of the part of an axis that this device's shard has (see `find_local_rows`)."""
+    return reshard_to_local(torch.arange(size, device=device), mesh, dict.fromkeys(mesh_dims, 0), ())
 
 
 def sum_shards(
     local: torch.Tensor,
     mesh: DeviceMesh,
-    axes: Mapping[int, int],
-    dims: Collection[int],
+    axes_by_mesh_dim: Mapping[int, int],
+    summed_mesh_dims: Collection[int],
     shape: Sequence[int] | None = None,
 ) -> DTensor:
-    """Sum local tensors over the mesh dims `dims`. Return the sum as a DTensor that is sharded along `axes`."""
+    """Sum local tensors over mesh dims, and return the sum as a DTensor that is sharded over other mesh dims."""
     placements = [
-        Partial() if dim in dims else placement for dim, placement in enumerate(make_placements(mesh, axes))
+        Partial() if dim in summed_mesh_dims else placement
+        for dim, placement in enumerate(make_placements(mesh, axes_by_mesh_dim))
     ]
     return reduce_if_partial(make_dtensor_from_shards(local, mesh, placements, shape))
 

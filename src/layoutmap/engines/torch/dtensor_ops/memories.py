@@ -58,7 +58,7 @@ class _CopyOrigin(NamedTuple):
     geometries: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]]
 
     def rebuild_copy(self, part: torch.Tensor) -> DTensor:
-        """Return the whole copy, given a part of it in the same memory."""
+        """Return the recorded copy as a DTensor, given a part of it, such as a view, in the same memory."""
         dtype = get_meta(self.spec).dtype
         pieces = {
             rank: torch.empty(0, dtype=dtype, device=piece.device).set_(

@@ -1,4 +1,4 @@
-"""Define the context in which DTensors compute correctly: `enable_dtensor_ops`.
+"""Define the context in which DTensors compute correctly: `enable_dtensor_ops_temporarily`.
 
 Operators for which DTensor is not proven to be correct are computed on gathered tensors: see `guard`. The functions in
 these tables are handled before that, without a gather, or with the random numbers of one device:
@@ -72,7 +72,7 @@ from layoutmap.engines.torch.dtensor_ops.rows import ROWS
 from layoutmap.engines.torch.dtensor_ops.slices import assign_item, keep_gradient_layout
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import copy_without_override_check, has_override_check
-from layoutmap.engines.torch.modes import disable_function_modes, leave_function_modes, skip_function_modes
+from layoutmap.engines.torch.modes import disable_function_modes, skip_function_modes, suspend_function_modes
 from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs
 from layoutmap.engines.torch.placing import reduce_if_partial, replicate_tensor
 from layoutmap.engines.torch.storages import get_base
@@ -111,7 +111,9 @@ _BACKWARD = (torch.Tensor.backward, torch.autograd.grad)  # pyright: ignore[repo
 
 
 @contextmanager
-def enable_dtensor_ops(device_mesh: DeviceMesh, *, draws_by_shards: bool = False) -> Generator[None]:
+def enable_dtensor_ops_temporarily(
+    device_mesh: DeviceMesh, *, draws_by_shards: bool = False
+) -> Generator[None]:
     """Make functions of DTensors give the same results as for unsharded tensors, while the `with` block runs.
 
     Only this thread is affected. Blocks may be nested. Functions of plain tensors alone do not change.
@@ -149,7 +151,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
         known = _classify_function(func, self._draws_by_shards)
         if known.is_backward:
             # Leave other modes, because they would see DTensor's internal operations as operations of the program.
-            with leave_function_modes(), self:
+            with suspend_function_modes(), self:
                 return copy_without_override_check(func)(*args, **kwargs)
         found, is_mixed = _find_dtensor_and_unsharded_tensor((*args, *kwargs.values()) if kwargs else args)
         if found is None:

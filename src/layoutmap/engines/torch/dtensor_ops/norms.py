@@ -14,7 +14,7 @@ from layoutmap.engines.torch.dtensor_ops.shards import (
     find_device_mesh,
     make_shard_handler,
     reshard_to_local,
-    wrap_shards,
+    wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
@@ -43,7 +43,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     local = {name: reshard_to_local(each, mesh, channels, kept) for name, each in of_channels.items()}
     y, eps = reshard_to_local(x, mesh, kept, kept), given.get("eps", 1e-5)
     if not given.get("training", False) and "running_mean" in local:  # evaluation needs no sums over devices
-        return wrap_shards(function(y, **local, eps=eps), mesh, kept)
+        return wrap_shards_as_dtensor(function(y, **local, eps=eps), mesh, kept)
     count = x.numel() // x.shape[1]
     if count == 1:  # with one value per channel in the global batch, raise the same error as torch
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
@@ -56,14 +56,14 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     variance = sum_over_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
     # The running variance is the unbiased one, so multiply the variance by count / (count - 1).
     for name, value in (("running_mean", mean), ("running_var", variance * (count / (count - 1)))):
-        value = wrap_shards(value.detach().flatten(), mesh, channels)
+        value = wrap_shards_as_dtensor(value.detach().flatten(), mesh, channels)
         _update_running_value(given.get(name), value, given.get("momentum", 0.1))
     y = y * torch.rsqrt(variance + eps)
     if "weight" in local:
         y = y * local["weight"].view(mean.shape)
     if "bias" in local:
         y = y + local["bias"].view(mean.shape)
-    return wrap_shards(y.to(x.dtype), mesh, kept)
+    return wrap_shards_as_dtensor(y.to(x.dtype), mesh, kept)
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> ob
 
 def _compute_group_norm(
     function: Function, args: Args, kwargs: Kwargs
-) -> object:  # backward fails: pytorch/pytorch#184825
+) -> object:  # DTensor's backward pass fails: pytorch/pytorch#184825
 
     given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
     x = given.pop("input")

@@ -43,7 +43,10 @@ from layoutmap.engines.torch.dtensor_ops.guard import (
 )
 from layoutmap.engines.torch.dtensor_ops.local_values import check_value_is_not_shard
 from layoutmap.engines.torch.dtensor_ops.memories import check_no_slice_is_outdated
-from layoutmap.engines.torch.dtensor_ops.mode import enable_dtensor_ops, set_replicates_plain_tensors  # pyright: ignore[reportPrivateUsage]
+from layoutmap.engines.torch.dtensor_ops.mode import (  # pyright: ignore[reportPrivateUsage]
+    enable_dtensor_ops_temporarily,
+    set_replicates_plain_tensors,
+)
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import (
@@ -53,7 +56,13 @@ from layoutmap.engines.torch.placing import (
     replace_partial_placements,
     shard_like,
 )
-from layoutmap.engines.torch.specs import get_local, get_spec, make_dtensor, mark_view_spec, set_local_tensor
+from layoutmap.engines.torch.specs import (
+    get_local,
+    get_spec,
+    make_dtensor,
+    mark_strided_shards_of_view,
+    set_local_tensor,
+)
 from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import get_storage, increment_change_counter, mark_changes_as_hidden
 
@@ -67,7 +76,7 @@ check_names_exist("torch", (BackwardHook, "_unpack_none"), (_of_muon, "_zeropowe
 
 # A program may use weights outside a model's call, so torch is patched for the mesh (decisions/0151).
 def install_patches_for_mesh(device_mesh: DeviceMesh) -> None:
-    """Patch torch so that DTensors on a mesh compute correctly outside of `enable_dtensor_ops`, too."""
+    """Patch torch so that DTensors on a mesh compute correctly outside of `enable_dtensor_ops_temporarily`, too."""
     if not has_corrected_operators(device_mesh):
         correct_operators_on_mesh(device_mesh)
         install_patches(*_PATCHES)
@@ -89,7 +98,7 @@ def _assign_data(original: Callable[..., None], tensor: DTensor, value: torch.Te
             value = redistribute_if_needed(value, replace_partial_placements(tensor.placements))
         else:
             value = shard_like(gather_if_sharded(value), tensor)
-        if tensor.is_leaf:  # autograd may have saved its old values, and then its backward pass must raise
+        if tensor.is_leaf:  # autograd may have saved the tensor's old values, and must then raise in backward
             increment_change_counter(get_storage(tensor))
         set_local_tensor(tensor, get_local(value), get_spec(value))
     original(tensor, value)
@@ -110,17 +119,19 @@ def _swap_tensors(original: Callable[..., None], t1: torch.Tensor, t2: torch.Ten
     set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     for each, (local, spec) in zip(both, reversed(contents), strict=True):
         if each.is_leaf:
-            increment_change_counter(get_storage(each))  # autograd may have saved its old values
+            increment_change_counter(
+                get_storage(each)
+            )  # autograd may have saved old values, and must then raise
         set_shell(each, make_dtensor(local, spec))
         set_local_tensor(each, local, spec)
 
 
 def _assign_item(original: Callable[..., None], tensor: DTensor, index: object, value: object) -> None:
-    """Replace `tensor[index] = value`: assign inside of `enable_dtensor_ops`."""
+    """Replace `tensor[index] = value`: assign inside of `enable_dtensor_ops_temporarily`."""
     if not has_corrected_operators(tensor.device_mesh):
         original(tensor, index, value)
         return
-    with simulation.simulate_mesh(tensor.device_mesh), enable_dtensor_ops(tensor.device_mesh):
+    with simulation.simulate_mesh(tensor.device_mesh), enable_dtensor_ops_temporarily(tensor.device_mesh):
         original(tensor, index, value)
 
 
@@ -186,7 +197,7 @@ def _unflatten_tensor(original: Function, pieces: object, metadata: Args, *geome
     except ValueError:
         placements, meta, order, requires_grad = metadata
         tensor = original(pieces, (placements, meta, None, requires_grad), *geometry)
-        mark_view_spec(get_spec(tensor), order)
+        mark_strided_shards_of_view(get_spec(tensor), order)
         return tensor
 
 
@@ -228,7 +239,7 @@ def _register_hook(original: Function, tensor: DTensor, hook: Function) -> objec
 
     @functools.wraps(hook)
     def call_and_check_hook(gradient: torch.Tensor | None) -> object:
-        if gradient is None:  # weights are gathered together, and the pass reaches others of them only
+        if gradient is None:  # the backward pass reaches only other weights of this gather
             return None
         result = hook(gradient)
         check_value_is_not_shard("a gradient from a hook", result)
@@ -297,7 +308,7 @@ class _ReplicateUnshardedPatch:
         set_replicates_plain_tensors(True)
 
     def remove(self) -> None:
-        """Let torch refuse unsharded tensors beside DTensors again."""
+        """Restore torch's refusal of unsharded tensors beside DTensors."""
         set_replicates_plain_tensors(False)
 
 

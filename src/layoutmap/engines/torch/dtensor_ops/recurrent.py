@@ -9,7 +9,7 @@ from layoutmap.engines.torch.dtensor_ops.shards import (
     find_axes_to_shard,
     find_device_mesh,
     reshard_to_local,
-    wrap_shards,
+    wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import is_sequence, tree_leaves
@@ -33,7 +33,10 @@ def _compute_recurrent_layer(function: Function, args: Args, kwargs: Kwargs) -> 
         [reshard_to_local(each, mesh, {}, kept) for each in weights],
         *(has_biases, num_layers, dropout, train, bidirectional, batch_first),
     )
-    return (wrap_shards(output, mesh, kept), *(wrap_shards(each, mesh, of_states) for each in last))
+    return (
+        wrap_shards_as_dtensor(output, mesh, kept),
+        *(wrap_shards_as_dtensor(each, mesh, of_states) for each in last),
+    )
 
 
 RECURRENT = dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _compute_recurrent_layer)

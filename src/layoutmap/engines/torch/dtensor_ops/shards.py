@@ -37,7 +37,7 @@ def find_axes_to_shard(
     candidate_axes: Container[int],
     *,
     allows_broadcast: bool = False,
-    excluded_dims: Container[int] = (),
+    excluded_mesh_dims: Container[int] = (),
     uneven_axes: Container[int] = (),
 ) -> dict[int, int]:
     """Return a dict from mesh dim to the axis that can stay sharded over it in a computation on shards.
@@ -47,7 +47,7 @@ def find_axes_to_shard(
         mesh: The mesh.
         candidate_axes: The axes that may stay sharded.
         allows_broadcast: Whether one tensor's axis may have size 1 where that of others is larger.
-        excluded_dims: Mesh dims over which other tensors stay sharded.
+        excluded_mesh_dims: Mesh dims over which other tensors stay sharded.
         uneven_axes: The axes that may have uneven shards, if no shard is empty.
     """
     kept: dict[int, int] = {}
@@ -59,7 +59,7 @@ def find_axes_to_shard(
             for of in placements
             if type(of[dim]) is Shard and get_axis(of[dim]) in candidate_axes
         ]
-        if not axes or dim in excluded_dims:
+        if not axes or dim in excluded_mesh_dims:
             continue
         axis = axes[0]
         number = num_shards.get(axis, 1) * mesh.size(dim)  # several mesh dims may shard one axis
@@ -73,45 +73,51 @@ def find_axes_to_shard(
     return kept
 
 
-def make_placements(mesh: DeviceMesh, axes: Mapping[int, int | None]) -> tuple[Placement, ...]:
-    """Return placements that shard the axis `axes[dim]` over each mesh dim `dim`, and replicate over others."""
+def make_placements(mesh: DeviceMesh, axes_by_mesh_dim: Mapping[int, int | None]) -> tuple[Placement, ...]:
+    """Return placements that shard the axis `axes_by_mesh_dim[i]` over mesh dim `i`, and replicate over others."""
     placements = make_replicated_placements(mesh)
-    for dim, axis in axes.items():
+    for dim, axis in axes_by_mesh_dim.items():
         if axis is not None:
             placements[dim] = Shard(axis)
     return tuple(placements)
 
 
 def reshard_to_local(
-    tensor: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None], varying_dims: Iterable[int]
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    axes_by_mesh_dim: Mapping[int, int | None],
+    varying_mesh_dims: Iterable[int],
 ) -> torch.Tensor:
     """Redistribute a tensor, and return this device's shard of it.
 
     Args:
         tensor: A DTensor, or a plain tensor that is the same in all processes.
         mesh: The mesh.
-        axes: The axis to shard over each mesh dim, by the index of the dim.
-        varying_dims: The mesh dims over which devices compute different values. The gradient of a tensor that is
+        axes_by_mesh_dim: A dict from the position of a mesh dim to the axis that it shards, or to `None`.
+        varying_mesh_dims: The mesh dims over which devices compute different values. The gradient of a tensor that is
             replicated over such a dim is a partial sum.
     """
-    placements = make_placements(mesh, axes)
+    placements = make_placements(mesh, axes_by_mesh_dim)
     if not isinstance(tensor, DTensor):
         tensor = replicate_tensor(tensor, mesh)
     if tensor.placements != placements:
         tensor = redistribute_if_needed(reduce_if_partial(tensor), placements)
     gradient = list(placements)
-    for dim in varying_dims:
+    for dim in varying_mesh_dims:
         if placements[dim].is_replicate():
             gradient[dim] = Partial()
     return extract_shard(tensor, gradient)
 
 
 # DTensor computes some operators incorrectly, so they are computed on shards and wrapped here (decisions/0057).
-def wrap_shards(
-    local: torch.Tensor, mesh: DeviceMesh, axes: Mapping[int, int | None], shape: Sequence[int] | None = None
+def wrap_shards_as_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    axes_by_mesh_dim: Mapping[int, int | None],
+    shape: Sequence[int] | None = None,
 ) -> DTensor:
-    """Return the DTensor of all devices' shards. `axes` has the axis that is sharded over each mesh dim."""
-    return make_dtensor_from_shards(local, mesh, make_placements(mesh, axes), shape)
+    """Return all devices' shards as one DTensor, in which mesh dim `i` shards the axis `axes_by_mesh_dim[i]`."""
+    return make_dtensor_from_shards(local, mesh, make_placements(mesh, axes_by_mesh_dim), shape)
 
 
 def make_shard_handler(find_independent_axes: Callable[[int], Container[int]]) -> Function:
@@ -131,7 +137,7 @@ def make_shard_handler(find_independent_axes: Callable[[int], Container[int]]) -
                 values[name] = reshard_to_local(value, mesh, kept if name == first else {}, kept)
         local = function(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs})
         if is_sequence(local):
-            return type(local)(wrap_shards(each, mesh, kept) for each in local)
-        return wrap_shards(local, mesh, kept)
+            return type(local)(wrap_shards_as_dtensor(each, mesh, kept) for each in local)
+        return wrap_shards_as_dtensor(local, mesh, kept)
 
     return compute_on_shards

@@ -12,28 +12,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.lookups import is_axis_sharded
-from layoutmap.engines.torch.dtensor_ops.shards import find_axes_to_shard, reshard_to_local, wrap_shards
+from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_axes_to_shard,
+    reshard_to_local,
+    wrap_shards_as_dtensor,
+)
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import find_maximum_over_devices, sum_over_devices
 
 
-def compute_log_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+def compute_log_softmax(
+    x: torch.Tensor, axis: int, mesh: DeviceMesh, mesh_dims: Collection[int]
+) -> torch.Tensor:
     """Return this device's shard of log_softmax along a sharded axis, in float32 or a wider dtype."""
-    x = _subtract_maximum(x, axis, mesh, dims)
-    return x - sum_over_devices(x.exp().sum(axis, keepdim=True), mesh, dims).log()
+    x = _subtract_maximum(x, axis, mesh, mesh_dims)
+    return x - sum_over_devices(x.exp().sum(axis, keepdim=True), mesh, mesh_dims).log()
 
 
-def _compute_softmax(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+def _compute_softmax(
+    x: torch.Tensor, axis: int, mesh: DeviceMesh, mesh_dims: Collection[int]
+) -> torch.Tensor:
     """Return this device's shard of softmax along a sharded axis, in float32 or a wider dtype."""
-    x = _subtract_maximum(x, axis, mesh, dims).exp()
-    return x / sum_over_devices(x.sum(axis, keepdim=True), mesh, dims)
+    x = _subtract_maximum(x, axis, mesh, mesh_dims).exp()
+    return x / sum_over_devices(x.sum(axis, keepdim=True), mesh, mesh_dims)
 
 
-def _subtract_maximum(x: torch.Tensor, axis: int, mesh: DeviceMesh, dims: Collection[int]) -> torch.Tensor:
+def _subtract_maximum(
+    x: torch.Tensor, axis: int, mesh: DeviceMesh, mesh_dims: Collection[int]
+) -> torch.Tensor:
     """Return a shard minus the maximum along an axis over all devices."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # torch's kernels also convert to float32
     # The maximum cancels out of the softmax, so it needs no gradient.
-    return x - find_maximum_over_devices(x.detach().amax(axis, keepdim=True), mesh, dims)
+    return x - find_maximum_over_devices(x.detach().amax(axis, keepdim=True), mesh, mesh_dims)
 
 
 def _make_softmax_handler(compute_shard: Callable[..., torch.Tensor], dtype_position: int) -> Function:
@@ -47,14 +57,16 @@ def _make_softmax_handler(compute_shard: Callable[..., torch.Tensor], dtype_posi
             return function(*args, **kwargs)
         axis, mesh = axis % rank, x.device_mesh
         kept = find_axes_to_shard([x], mesh, set(range(rank)) - {axis})
-        dims = find_axes_to_shard([x], mesh, {axis}, excluded_dims=kept, uneven_axes={axis})
-        if not dims or not x.is_floating_point():  # a shard is empty, or torch refuses the dtype
+        mesh_dims = find_axes_to_shard([x], mesh, {axis}, excluded_mesh_dims=kept, uneven_axes={axis})
+        if (
+            not mesh_dims or not x.is_floating_point()
+        ):  # a shard would be empty, or torch must refuse the dtype, so call torch
             return function(*args, **kwargs)
-        local = reshard_to_local(x, mesh, {**kept, **dims}, {**kept, **dims})
+        local = reshard_to_local(x, mesh, {**kept, **mesh_dims}, {**kept, **mesh_dims})
         dtype = args[dtype_position] if len(args) > dtype_position else kwargs.get("dtype")
         local = local.to(dtype or local.dtype)
-        return wrap_shards(
-            compute_shard(local, axis, mesh, dims).to(local.dtype), mesh, {**kept, **dims}, x.shape
+        return wrap_shards_as_dtensor(
+            compute_shard(local, axis, mesh, mesh_dims).to(local.dtype), mesh, {**kept, **mesh_dims}, x.shape
         )
 
     return compute_along_sharded_axis

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.engines.torch.operators import Args, Function
-from layoutmap.engines.torch.placing import hook_gradient, reduce_if_partial
+from layoutmap.engines.torch.placing import reduce_if_partial, transform_gradient_in_backward
 from layoutmap.engines.torch.trees import tree_map
 
 _PRODUCTS = (  # pyright: ignore[reportUnknownVariableType]
@@ -38,12 +38,12 @@ class ReduceProductsMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
-        given, named = tree_map(hook_gradient_reduction, (args, kwargs))
+        given, named = tree_map(reduce_gradient_in_backward, (args, kwargs))
         return reduce_if_partial(func(*given, **named))
 
 
-def hook_gradient_reduction(value: object) -> object:
+def reduce_gradient_in_backward(value: object) -> object:
     """Reduce a DTensor's gradient when the backward pass reaches it. Return the DTensor or other value unchanged."""
     if not isinstance(value, DTensor) or not value.requires_grad:
         return value
-    return hook_gradient(value, reduce_if_partial)
+    return transform_gradient_in_backward(value, reduce_if_partial)

@@ -28,7 +28,9 @@ def copy_without_override_check(function: Function, **replaced_globals: Function
     """
     questions = [name for name in function.__code__.co_names if name.startswith(_OVERRIDE_CHECK)]
     scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replaced_globals}
-    if "overrides" in function.__code__.co_names:  # functions of `torch.nn.init` use this module
+    if (
+        "overrides" in function.__code__.co_names
+    ):  # functions of `torch.nn.init` call the check as `overrides.<name>`
         scope["torch"] = _TORCH
     made = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__

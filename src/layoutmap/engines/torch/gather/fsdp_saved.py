@@ -50,7 +50,7 @@ def save_tensors_as_references(
 def _make_gathered_weights(
     tensors: Sequence[torch.Tensor], regather: Callable[[], Sequence[DTensor]]
 ) -> _GatheredWeights | None:
-    """Return the `_GatheredWeights`, or None if autograd saves nothing or other saved-tensor hooks are active."""
+    """Return a `_GatheredWeights` of tensors, or None if autograd saves none or other saved-tensor hooks are active."""
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     # If other saved-tensor hooks are active, they get the tensors, so do nothing.
     if not nodes or not torch.is_grad_enabled() or get_saved_tensor_hooks() is not None:

@@ -138,7 +138,7 @@ class GatherUnit(torch.nn.Module):
         )
 
     @contextmanager
-    def gather_parameters(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[DTensor]]:
+    def gather_parameters_temporarily(self, inputs: Sequence[torch.Tensor]) -> Generator[Sequence[DTensor]]:
         """Gather the parameters for a call of their modules while the `with` block runs.
 
         Args:
@@ -154,9 +154,9 @@ class GatherUnit(torch.nn.Module):
                 versions = [get_version(each) for each, _ in self._sharded]
                 call = _GatherUnitCall(self, versions, self._storages, hooks)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-                    yield self._attach_gradient_check()
+                    yield self._get_parameters_with_gradient_check()
             else:
-                yield self._attach_gradient_check()
+                yield self._get_parameters_with_gradient_check()
         finally:
             self._end_call()
 
@@ -189,7 +189,7 @@ class GatherUnit(torch.nn.Module):
                     each.register_hook(self._end_backward)  # pyright: ignore[reportUnknownMemberType]
 
     @skip_function_modes
-    def _attach_gradient_check(self) -> list[DTensor]:
+    def _get_parameters_with_gradient_check(self) -> list[DTensor]:
         """Return the gathered parameters. If some are trained, one passes through an `_UnsupportedGradientCheck`."""
         gathered = self.state.gathered_parameters
         trained = [index for index, each in enumerate(gathered) if each.requires_grad]

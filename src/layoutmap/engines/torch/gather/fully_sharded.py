@@ -68,11 +68,11 @@ class FullyShardState:
         if self._group is not None:
             reduce = self._group.post_backward
 
-            def call_and_reduce(*unused: object) -> None:
+            def call_function_and_reduce_gradients(*unused: object) -> None:
                 function()
                 reduce(*unused)
 
-            self._group.post_backward = call_and_reduce
+            self._group.post_backward = call_function_and_reduce_gradients
 
     def initialize_before_first_call(self) -> None:
         """Initialize the state of a root module, when all of its submodules are known."""
@@ -107,7 +107,7 @@ class FullyShardState:
     def reset_after_failed_backward(self) -> None:
         """Reset the state that a failed backward pass left in all modules."""
         states = self._state._state_ctx.all_states
-        states[0]._reset_iter_state()  # only the root has this state, and it is the first
+        states[0]._reset_iter_state()  # only the root module, which is the first one, has this state
         for each in (p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params):
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):

@@ -33,7 +33,7 @@ from layoutmap.engines.torch.specs import (
     replace_placement,
 )
 
-_MAX_BYTES = 256 << 20  # largest number of bytes of gradients in one collective
+_MAX_BYTES_PER_COLLECTIVE = 256 << 20  # largest number of bytes of gradients in one collective
 
 
 # A hook of the program must get the full sum, so the gradient is reduced before the hook runs (decisions/0017).
@@ -137,7 +137,7 @@ class _BackwardPass:
         for mesh in {parameter.device_mesh for parameter in waiting}:
             with simulation.simulate_mesh(mesh):
                 for dim in range(mesh.ndim):
-                    _reduce_over_dim([each for each in waiting if each.device_mesh == mesh], dim)
+                    _reduce_over_mesh_dim([each for each in waiting if each.device_mesh == mesh], dim)
         self._waiting.clear()
         while self._earlier:
             _, (parameter, earlier) = self._earlier.popitem()
@@ -175,29 +175,29 @@ def _redistribute_gradient(parameter: DTensor) -> None:
         parameter.grad = redistribute_tensor(gradient, closer)
 
 
-def _reduce_over_dim(parameters: list[DTensor], dim: int) -> None:
+def _reduce_over_mesh_dim(parameters: list[DTensor], mesh_dim: int) -> None:
     """Reduce gradients that are partial over a mesh dim, by one all-reduce for equal placements and dtypes."""
     alike: dict[tuple[Any, torch.dtype, int], list[DTensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements[dim].is_partial():
+        if isinstance(gradient, DTensor) and gradient.placements[mesh_dim].is_partial():
             # Do not concatenate uneven shards of simulated ranks, because their split sizes differ between ranks.
             is_alone = simulation.is_simulated() and not has_even_shards(get_spec(gradient))
-            key = gradient.placements[dim], gradient.dtype, id(parameter) if is_alone else 0
+            key = gradient.placements[mesh_dim], gradient.dtype, id(parameter) if is_alone else 0
             alike.setdefault(key, []).append(parameter)
     for (partial, *_), waiting in alike.items():
         for some in _split_into_batches(waiting):
-            _reduce_concatenated_gradients(some, dim, partial.reduce_op)
+            _reduce_concatenated_gradients(some, mesh_dim, partial.reduce_op)
 
 
 def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
-    """Yield parameters in batches with at most `_MAX_BYTES` of gradients each."""
+    """Yield parameters in batches with at most `_MAX_BYTES_PER_COLLECTIVE` of gradients each."""
     some: list[DTensor] = []
     size = 0
     for parameter in parameters:
         spec = get_spec(parameter.grad)
         more = math.prod(compute_largest_shard_shape(spec)) * get_meta(spec).dtype.itemsize
-        if some and size + more > _MAX_BYTES:
+        if some and size + more > _MAX_BYTES_PER_COLLECTIVE:
             yield some
             some, size = [], 0
         some.append(parameter)
@@ -205,16 +205,16 @@ def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
     yield some
 
 
-def _reduce_concatenated_gradients(parameters: list[DTensor], dim: int, reduce_op: str) -> None:
+def _reduce_concatenated_gradients(parameters: list[DTensor], mesh_dim: int, reduce_op: str) -> None:
     """Reduce the gradients of parameters over a mesh dim by one all-reduce of their concatenated elements."""
     pieces = [get_local(parameter.grad) for parameter in parameters]
     # Concatenate the gradients, because one large collective is faster than many small ones.
     joined = torch.cat([each.reshape(-1) for each in pieces])
-    joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)
+    joined = reduce_over_devices(joined, parameters[0].device_mesh, mesh_dim, reduce_op)
     parts = [joined] if len(pieces) == 1 else torch.split(joined, [each.numel() for each in pieces])
     for parameter, piece, part in zip(parameters, pieces, parts, strict=True):
         spec = get_spec(parameter.grad)
         # Clone, because a DTensor with a storage offset cannot be copied.
         parameter.grad = make_dtensor(
-            part.clone().view(piece.shape), replace_placement(spec, dim, Replicate(), part.dtype)
+            part.clone().view(piece.shape), replace_placement(spec, mesh_dim, Replicate(), part.dtype)
         )

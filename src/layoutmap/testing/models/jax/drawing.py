@@ -29,7 +29,7 @@ WRAPPERS = {"": 16, "remat": 2, "scan": 3, "experts": 2, "each": 2}
 `scan` and `experts` stack the weights of several layers. `each` calls the layer for each element of an axis.
 """
 _EACH_WITHOUT_CONTENTS = "jax.vmap(lambda x: {call}, {axis}, 1)({x})"
-_MOST_ELEMENTS = 2048
+_MAX_OUTPUT_ELEMENTS = 2048
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,13 @@ class LibrarySyntax:
 
     layers: LayerKinds
     containers: Mapping[str, int]  # how often each kind of container is drawn
-    weight: tuple[str, str]  # code that creates a weight of `shape`, and code that reads the weight `{}`
+    weight: tuple[
+        str, str
+    ]  # code that creates a weight of `shape`; code that reads a weight, for which `{}` stands
     frozen: tuple[str, str]  # the same two pieces of code for a weight that is not trained
-    constants: Mapping[str, int]  # code that stores a constant `{}`, with how often it is drawn
+    constants: Mapping[
+        str, int
+    ]  # from code that stores a constant, for which `{}` stands, to how often it is drawn
     linear: tuple[Parameters, str]  # parameters of a linear layer from `features` to `width`; its call
     embeddings: Sequence[tuple[Parameters, str, str]]  # parameters, call, and code of logits (empty: none)
     stacked: str  # code that stacks `number` modules, each of which the code `made` creates
@@ -59,7 +63,7 @@ class JaxBuilder(ModelBuilder):
         super().__init__(choices, choices.sample(self._kinds, 3))
         self.lines: list[ForwardLine] = []
         self._parameters: dict[str, str | Container] = {}
-        # Expression of the logits, number of tokens, and width of the first embedding that can compute logits.
+        # Of the first embedding that can compute logits: the logits' expression, the vocabulary size, and the width.
         self._embedding: tuple[str, int, int] | None = None
         self._num_keys = 0
         self.build_model(max_parts=5)
@@ -250,7 +254,7 @@ class JaxBuilder(ModelBuilder):
 
 
 def _is_small_shape(shape: Shape) -> bool:
-    return len(shape) < 5 and math.prod(shape) <= _MOST_ELEMENTS
+    return len(shape) < 5 and math.prod(shape) <= _MAX_OUTPUT_ELEMENTS
 
 
 def _fill_braces(expression: str, values: Mapping[str, str]) -> str:

@@ -15,8 +15,8 @@ from layoutmap.testing.models.values import WIDTHS, ModelValue
 _STYLES = {"functional": 5, "sequential": 2, "subclassed": 3, "listed": 2}
 _INPUTS = {"vector": 3, "sequence": 4, "image": 4, "volume": 3, "tokens": 4}
 _LOSSES = {"mse": 4, "classes": 3, "huber": 1, "mae": 1, "log_cosh": 1}
-_MOST_ELEMENTS = 4096
-_MOST_STEPS = 64
+_MAX_OUTPUT_ELEMENTS = 4096
+_MAX_SEQUENCE_LENGTH = 64
 """The longest sequence of a recurrent layer. PyTorch runs each step on every simulated device, which takes long."""
 
 
@@ -44,7 +44,7 @@ class _KerasBuilder(ModelBuilder):
         super().__init__(choices, favorites, is_chain=is_chain)
         self.layers: dict[str, DrawnLayer] = {}
         self.calls: list[DrawnCall] = []
-        # Name, number of tokens, and width of an embedding that can also compute logits.
+        # Of an embedding that can also compute logits: the name, the vocabulary size, and the width.
         self._reversible: tuple[str, int, int] | None = None
 
     def add_input(self) -> str:
@@ -80,12 +80,12 @@ class _KerasBuilder(ModelBuilder):
             for kind, (ranks, weight, _) in KINDS.items()
             if len(shape) in ranks
             and (allow_attention or kind not in ATTENTION)
-            and (kind not in RECURRENT or shape[0] <= _MOST_STEPS)
+            and (kind not in RECURRENT or shape[0] <= _MAX_SEQUENCE_LENGTH)
         }
 
         def draw_options_if_small(kind: str) -> tuple[Options, Shape] | None:
             options, after = KINDS[kind][2](self.choices, shape)
-            return (options, after) if math.prod(after) <= _MOST_ELEMENTS else None
+            return (options, after) if math.prod(after) <= _MAX_OUTPUT_ELEMENTS else None
 
         kind, (options, after) = self.draw_kind_and_layer(weights, draw_options_if_small)
         return kind.replace("*", str(len(shape) - 1)), options, after

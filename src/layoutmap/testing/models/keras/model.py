@@ -89,7 +89,7 @@ class DrawnCall:
 
 @dataclass(frozen=True)
 class DrawnKerasModel:
-    """Describe a random Keras model, and make its program."""
+    """Describe a random Keras model, and make the source of a program that builds it."""
 
     library: ClassVar[str] = "keras"
     imports: ClassVar[str] = """\

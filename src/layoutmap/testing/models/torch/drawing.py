@@ -57,7 +57,7 @@ HOOKS = (  # lines that register hooks on the gradient of a `weight`
     "torch.autograd.graph.register_multi_grad_hook([weight], lambda gradients: None)",
 )
 _CHECKPOINT = "checkpoint({m}, {x}, use_reentrant=False)"
-_MOST_ELEMENTS = 1024
+_MAX_OUTPUT_ELEMENTS = 1024
 _WRAPPERS_WITH_SETUP = [name for name, line in _WRAPPERS.items() if line]
 
 
@@ -116,7 +116,7 @@ class _TorchBuilder(ModelBuilder):
         self.is_block = is_block
         self.parts: list[Part] = []
         self.blocks: list[Class] = []
-        # Name, number of tokens, and width of an embedding that can share its weight with an output.
+        # Of an embedding that can share its weight with an output: the name, the vocabulary size, and the width.
         self._embedding: tuple[str, int, int] | None = None
 
     def _append_part(self, kinds: str, drawn_layer: DrawnLayer, value: str, *setup: str) -> str:
@@ -267,7 +267,7 @@ class _TorchBuilder(ModelBuilder):
 
         def draw_small_layer(kind: str) -> DrawnLayer | None:
             drawn_layer = draw_layer_of_kind(self.choices, kind, shape)
-            if not drawn_layer or math.prod(drawn_layer[2]) > _MOST_ELEMENTS:
+            if not drawn_layer or math.prod(drawn_layer[2]) > _MAX_OUTPUT_ELEMENTS:
                 return None
             return None if only_modules and drawn_layer[1] != CALL else drawn_layer
 
