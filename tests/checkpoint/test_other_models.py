@@ -97,6 +97,37 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path, other: str) 
     assert all(np.array_equal(a, b) for a, b in zip(before, values_of(model), strict=True))
 
 
+def make_blocks(*names: str) -> dict[str, Any]:
+    """Return a model with two layers in each of three blocks, which differ in a number only."""
+    return {"h": [{name: {"kernel": np.full((4, 4), n, np.float32)} for name in names} for n in range(3)]}
+
+
+@pytest.mark.parametrize("names", [("up", "fc2"), ("fc1", "fc3"), ("fc1", "up")], ids="-".join)
+def test_a_renamed_layer_is_compared_with_that_of_the_same_block(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """Of the layers that only the checkpoint has, not of others that differ in a number."""
+    lm.save(make_blocks("fc1", "fc2"), tmp_path)
+    ((new, old),) = ((new, old) for new, old in zip(names, ("fc1", "fc2"), strict=True) if new != old)
+    with pytest.raises(CheckpointError) as error:
+        lm.load(make_blocks(*names), tmp_path)
+
+    assert {f"h.{n}.{new}.kernel": f"not in the checkpoint; it has h.{n}.{old}.kernel" for n in range(3)} == {
+        path: text for path, text in error.value.facts.items() if "it has" in str(text)
+    }
+
+
+def test_a_name_table_may_swap_names(tmp_path: Path) -> None:
+    """Each of two layers gets the values that the other one had."""
+    model = {"a": np.zeros(4, np.float32), "b": np.ones(4, np.float32)}
+    lm.save(model, tmp_path)
+    loaded = lm.load(
+        {name: np.full(4, 2, np.float32) for name in model}, tmp_path, names={"a": "b", "b": "a"}
+    )
+
+    assert {"a": [1.0] * 4, "b": [0.0] * 4} == {name: [*map(float, array)] for name, array in loaded.items()}
+
+
 @pytest.mark.parametrize("name", ["data-00000.safetensors", "manifest.json"])
 def test_a_damaged_step_changes_nothing(tmp_path: Path, name: str) -> None:
     """Whichever of some bits is flipped, a model that exists keeps all of its values."""

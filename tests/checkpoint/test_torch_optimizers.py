@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -228,6 +228,44 @@ def test_a_model_is_built_and_its_optimizer_made_in_one_call(trained_on_mesh) ->
     assert ("model", "unsharded") == lm.dtensor.fetch_layout(other.up.weight).sharding_specs
     assert other.again.weight is other.up.weight
     torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("has_slots", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_a_name_table_of_weights_is_for_their_optimizer_too(
+    tmp_path: Path, name: str, has_slots: bool
+) -> None:
+    """Training goes on bit for bit with renamed layers, whose slots and groups have the old names in the checkpoint."""
+
+    def make(first: str, second: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        layers = {first: nn.Linear(8, 8), "tanh": nn.Tanh(), second: nn.Linear(8, 8)}
+        model = nn.Sequential(OrderedDict(layers))
+        optimizer = OPTIMIZERS[name](trained(model))
+        optimizer.param_groups[0]["lr"] = 0.03
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+        optimizer.zero_grad()
+        loss = model(torch.randn((4, 8), generator=torch.Generator().manual_seed(seed))).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    model, optimizer = make("up", "down")
+    step(model, optimizer, 0)
+    lm.save(model, tmp_path, optimizer=optimizer)
+    other, fresh = make("down", "fc")
+    if has_slots:
+        step(other, fresh, 1)
+    names = {
+        "down.weight": "up.weight",
+        "down.bias": "up.bias",
+        "fc.weight": "down.weight",
+        "fc.bias": "down.bias",
+    }
+    lm.load(other, tmp_path, names=names, optimizer=fresh)
+
+    assert [step(model, optimizer, n) for n in range(4)] == [step(other, fresh, n) for n in range(4)]
 
 
 def test_no_initializer_computes_what_is_loaded(trained_on_mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_near_misses_have_a_bound():
     candidates = NearMissSearch(["d1.kernel", "d2.kernel", "d1.bias"], max_comparisons=5)
 
     assert [["d2.kernel"], ["d1.bias"], []] == [
-        candidates.find_nearest_candidates(text)[:1] for text in ("d2.kernal", "d1.bios", "d1.kernal")
+        candidates.find_nearest_candidates(text)[:1] for text in ("d2.kernal", "d1.bios", "d1.kernall")
     ]
 
 

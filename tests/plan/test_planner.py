@@ -1,5 +1,6 @@
 """A plan assigns every variable, counts every byte and collects every problem; it touches nothing."""
 
+import re
 import textwrap
 from dataclasses import replace
 
@@ -60,7 +61,7 @@ KINDS = {
         rule 2  d1\.kernl: matches no variable
           near misses  d1.kernel
           why          rules match from the start of a path, and none of the model's 1 path matches this pattern
-          fix          did you mean r"d1\.kernel$"? else delete it
+          fix          delete it, because other rules match the near misses
         """,
     ),
     "unused rule of all blocks": (
@@ -71,7 +72,7 @@ KINDS = {
         rule 1  blocks\.\d+\.upp: matches no variable
           near misses  blocks.0.up
           why          rules match from the start of a path, and none of the model's 2 paths matches this pattern
-          fix          did you mean r"blocks\.\d+\.up$"? else delete it
+          fix          delete it, because other rules match the near misses
         """,
     ),
     "unused rule of one block": (
@@ -129,6 +130,107 @@ def test_a_rule_for_a_layer_whose_name_begins_as_slots_do_is_not_one_for_slots()
 
     unused = next(p for p in plan.problems if p.kind == "unused rule")
     assert "slots" not in str(unused)
+
+
+def mlp_variables(first, second, *, block="h.{}.", num_blocks=3):
+    """Two kernels and two biases in each block, whose names differ in one number."""
+    return [
+        weight(f"{block.format(n)}{name}.{kind}", shape if kind == "kernel" else shape[1:])
+        for n in range(num_blocks)
+        for name, shape in ((first, (16, 64)), (second, (64, 16)))
+        for kind in ("kernel", "bias")
+    ]
+
+
+NAMES = [
+    ("fc1", "fc2"),
+    ("dense", "dense_1"),
+    ("dense_1", "dense_2"),
+    ("w1", "w2"),
+    ("conv2d_1x1", "conv2d_3x3"),
+]
+
+
+@pytest.mark.parametrize("rest", [None, "replicated"])
+@pytest.mark.parametrize("block", ["h.{}.", "block_{}.", "layer_2.h{}.mlp_1."])
+@pytest.mark.parametrize("names", NAMES, ids="-".join)
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_mistyped_rule_is_corrected_to_the_layer_of_its_number(wrong, names, block, rest):
+    """In all blocks. After this one correction the plan has no problems, and the layouts that were meant."""
+    variables = mlp_variables(*names, block=block)
+    before = block.format(7).replace(".", r"\.").replace("7", r"\d+")
+    good = {
+        rf"{before}{names[0]}\.kernel$": (None, "model"),
+        rf"{before}{names[0]}\.bias$": ("model",),
+        rf"{before}{names[1]}\.kernel$": ("model", None),
+    }
+    meant = [*good][wrong]
+    typo = meant.replace("kernel", "kernal").replace("bias", "bais")
+    rules = {typo if pattern == meant else pattern: specs for pattern, specs in good.items()}
+    plan = make_plan(variables, lm.LayoutMap(MESH, rules, rest=rest))
+
+    assert [f'did you mean r"{meant}"? else delete it'] == [
+        p.fix for p in plan.problems if p.kind == "unused rule"
+    ]
+    assert all(
+        p.fix == f'correct rule {wrong + 1}  {typo} to r"{meant}", or add a rule'
+        for p in plan.problems
+        if p.kind == "no rule" and p.subject.startswith(block.format(1)) and re.match(meant, p.subject)
+    )
+
+
+def test_each_of_two_mistyped_rules_is_corrected_to_its_own_layer():
+    """Merged problems of blocks keep two layers apart whose names differ in a number only."""
+    rules = {r"h\.\d+\.fc1\.kernal$": (None, "model"), r"h\.\d+\.fc2\.kernal$": ("model", None)}
+    problems = merge_problems(plan_of(mlp_variables("fc1", "fc2"), rules).problems)
+
+    assert {
+        (
+            "h.{0..2}.fc1.kernel",
+            r'correct rule 1  h\.\d+\.fc1\.kernal$ to r"h\.\d+\.fc1\.kernel$", or add a rule',
+        ),
+        (
+            "h.{0..2}.fc2.kernel",
+            r'correct rule 2  h\.\d+\.fc2\.kernal$ to r"h\.\d+\.fc2\.kernel$", or add a rule',
+        ),
+    } == {(p.subject, p.fix) for p in problems if p.fix.startswith("correct")}
+
+
+CORRECTIONS = {
+    "a layer without a rule is preferred": (
+        {r"h\.\d+\.fc1\.kernel$": 2, r"h\.\d+\.fc\.kernel$": 2},
+        r"h\.\d+\.fc2\.kernel$",
+    ),
+    "a number without a regex is kept": ({r"h\.1\.fc2\.kernal$": 2}, r"h\.1\.fc2\.kernel$"),
+    "a block number that was left out": ({r"h\.fc2\.kernel$": 2}, r"h\.\d+\.fc2\.kernel$"),
+    "a class of digits": ({r"h\.\d+\.fcc[12]\.bias$": 1}, r"h\.\d+\.fc\d+\.bias$"),
+    "a regex that also matches dots": ({r".*fc2.*kernal$": 2}, r"h\.\d+\.fc2\.kernel$"),
+    "an earlier rule of one block": (
+        {r"h\.0\.fc2\.kernel$": 2, r"h\.\d+\.fc2\.kernal$": 2},
+        r"h\.\d+\.fc2\.kernel$",
+    ),
+    "a later rule of one block": (
+        {r"h\.\d+\.fc2\.kernal$": 2, r"h\.0\.fc2\.kernel$": 2},
+        r"h\.(1|2)\.fc2\.kernel$",
+    ),
+    "a later rule of all kernels": ({r"h\.\d+\.fc2\.kernal$": 2, r".*kernel$": 2}, r"h\.\d+\.fc2\.kernel$"),
+    "the rank of the layout": ({r"h\.\d+\.fc2\.$": 1}, r"h\.\d+\.fc2\.bias$"),
+}
+
+
+@pytest.mark.parametrize("case", CORRECTIONS)
+def test_a_corrected_rule_determines_layouts_and_leaves_all_others_used(case):
+    """It matches the paths that the mistyped pattern describes."""
+    ranks, expected = CORRECTIONS[case]
+    rules = {pattern: (None,) * rank for pattern, rank in ranks.items()}
+    plan = plan_of(mlp_variables("fc1", "fc2"), rules)
+    (unused,) = [p for p in plan.problems if p.kind == "unused rule"]
+    corrected = {
+        expected if pattern == unused.subject else pattern: specs for pattern, specs in rules.items()
+    }
+
+    assert f'did you mean r"{expected}"? else delete it' == unused.fix
+    assert {"no rule"} >= {p.kind for p in plan_of(mlp_variables("fc1", "fc2"), corrected).problems}
 
 
 def test_an_exact_key_beats_a_rule_that_comes_before():

@@ -65,6 +65,15 @@ def test_what_differs_in_one_part_is_one_rule():
     } == make_rules_for_path_groups(attention | outputs)
 
 
+def test_digits_in_names_are_exact_only_where_layouts_differ():
+    """Further blocks have the rules, too."""
+    found = {
+        tuple(f"h.{n}.w{k}" for n in range(2) for k in (1, 3)): (None, "model"),
+        tuple(f"h.{n}.w2" for n in range(2)): ("model", None),
+    }
+    assert [r"h\.\d+\.w(1|3)$", r".*\.\d+\.w2$"] == [*make_rules_for_path_groups(found)]
+
+
 def test_another_path_to_a_variable_may_match():
     """A rule may match other paths to the same variable, and no paths of others."""
     found = {("head.kernel",): ("model", None), ("emb.table",): (None, "model")}

@@ -42,6 +42,25 @@ def test_rules_of_specs_give_these_specs(specs):
     assert len(layout_map) <= len(specs)
 
 
+@pytest.mark.parametrize("start", ["h.{}.", "h_{}.", "{}.", "stage_1.block{}.mlp_0."])
+def test_blocks_share_a_rule_beside_digits_in_names(start):
+    """The digits of w1 and w3 tell layouts apart, those of blocks do not, and further blocks have the rules, too."""
+    column, row = (None, "tensor"), ("tensor", None)
+    by_name = {"w1": column, "w2": row, "w3": column}
+    specs = {start.format(n) + name: by_name[name] for n in range(40) for name in by_name}
+    before = re.escape(start.format(9)).replace("9", r"\d+")
+
+    assert {rf"{before}w(1|3)$": column, rf"{before}w2$": row} == make_path_rules(specs)
+
+
+def test_a_block_with_other_specs_has_its_own_rule():
+    """The other blocks share one as long as a rules file may list their numbers."""
+    specs = {f"h.{n}.w": ("tensor" if n == 2 else "fsdp",) for n in range(5)}
+    assert {r"h\.(0|1|3|4)\.w$": ("fsdp",), r"h\.2\.w$": ("tensor",)} == make_path_rules(specs)
+    specs |= {f"h.{n}.w": ("fsdp",) for n in range(5, 60)}
+    assert {re.escape(path) + "$": value for path, value in specs.items()} == make_path_rules(specs)
+
+
 @given(st.dictionaries(PATHS, st.tuples(SPECS, st.integers(2, 4)), max_size=8))
 def test_specs_round_trip(given_specs):
     """From specs to a map and back are the same specs, with an entry for each axis."""

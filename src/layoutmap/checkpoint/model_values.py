@@ -16,6 +16,7 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.rules.near_misses import NearMissSearch
 
+_MOST_FACTS = 20
 Missing = Literal["error", "keep"]
 Extra = Literal["error", "ignore"]
 
@@ -100,12 +101,12 @@ class ModelValues:
             return
         near = NearMissSearch(rest, max_comparisons=10_000)
         facts: dict[str, object] = {}
-        for variable in missing:
-            names = near.find_nearest_candidates(variable.path, 1)
+        for number, variable in enumerate(missing):
+            names = near.find_nearest_candidates(variable.path, 1) if number < _MOST_FACTS else ()
             facts[variable.path] = "not in the checkpoint" + (f"; it has {names[0]}" if names else "")
         facts |= dict(wrong)
         facts |= dict.fromkeys(extra, "in the checkpoint, but not in the model")
-        shown = dict(list(facts.items())[:20])
+        shown = dict(list(facts.items())[:_MOST_FACTS])
         if len(facts) > len(shown):
             shown["and"] = f"{len(facts) - len(shown)} more"
         fixes = ["build the model that was saved"]

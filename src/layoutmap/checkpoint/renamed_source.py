@@ -55,6 +55,7 @@ class RenamedSource(Source):
         self._source = source
         self._names = names
         self._from: dict[str, list[SourcePart]] = {}
+        self._slot_ends = _find_slot_ends(source)
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -81,7 +82,44 @@ class RenamedSource(Source):
             names = [self._choose_tensor_name(pattern, stars) for pattern in entry.tensors]
             if names and all(name in self._source.variables for name in names):
                 self._try_add_variable(path, tuple(shape), list(zip(names, entry.tensors, strict=True)))
+                self._add_slots(path)
                 return
+
+    def _add_slots(self, path: str) -> None:
+        """Add the optimizer's slots of a variable under its path. Slots of its shape have its axes."""
+        parts = self._from.get(path, ())
+        for end in self._slot_ends.get(parts[0].name, ()) if parts else ():
+            names = [".".join(("optimizer", part.name, *end)) for part in parts]
+            slots = [self._source.variables.get(name) for name in names]
+            known = [slot for slot in slots if slot is not None]
+            shapes = [self._source.variables[part.name].shape for part in parts]
+            slot_path = ".".join(("optimizer", path, *end))
+            if shapes == [slot and slot.shape for slot in slots] and len({slot.dtype for slot in known}) == 1:
+                moved = [replace(part, name=name) for part, name in zip(parts, names, strict=True)]
+                self.add_variable(slot_path, self.variables[path].shape, moved)
+            elif len(parts) == 1 and (
+                not known[0].shape or self._find_unchanged_tensor_name(path) is not None
+            ):
+                axes = _make_default_axes(len(known[0].shape))
+                sizes = solve_axis_sizes([(axes, known[0].shape)]) or {}
+                self.add_variable(slot_path, known[0].shape, [SourcePart(names[0], axes, axes, sizes)])
+            else:  # the slot has only some axes of a variable whose axes change, so it is unknown how they change
+                continue
+            self._remove_tensors(names)
+
+    def _remove_tensors(self, names: Iterable[str]) -> None:
+        """Remove tensors that were used for variables, unless a variable has the same name."""
+        for name in names:
+            if name not in self._from:
+                self.variables.pop(name, None)
+
+    def list_paths_by_tensor_name(self) -> dict[str, list[str]]:
+        """Return the paths of the added variables by the names of their tensors."""
+        found: dict[str, list[str]] = {}
+        for path, parts in self._from.items():
+            for part in parts:
+                found.setdefault(part.name, []).append(path)
+        return found
 
     def is_not_stored(self, path: str) -> bool:
         """Return whether the table marks a variable of the model as not stored."""
@@ -139,9 +177,7 @@ class RenamedSource(Source):
                 return
             parts.append(SourcePart(name, variable_axes, tensor_axes, sizes))
         self.add_variable(path, shape, parts)
-        for name, _ in tensors:
-            if name != path:
-                self.variables.pop(name, None)
+        self._remove_tensors(name for name, _ in tensors)
 
     def add_variable(self, path: str, shape: tuple[int, ...], parts: Sequence[SourcePart]) -> None:
         """Add a variable that is joined from these parts."""
@@ -286,5 +322,21 @@ def _check_parts_complete(name: str, joined: Sequence[SourcePart], source: Sourc
 
 def _get_variable_and_tensor_axes(pattern: TensorPattern, rank: int) -> tuple[ArrayAxes, ArrayAxes]:
     """Return a pair: a variable's axes in the model and its tensor's axes, with default names if the table has none."""
-    default_axes: ArrayAxes = tuple((f"axis_{n}",) for n in range(rank))
+    default_axes = _make_default_axes(rank)
     return pattern.variable_axes or default_axes, pattern.tensor_axes or default_axes
+
+
+def _make_default_axes(rank: int) -> ArrayAxes:
+    return tuple((f"axis_{n}",) for n in range(rank))
+
+
+def _find_slot_ends(source: Source) -> dict[str, list[list[str]]]:
+    """Return for each variable with slots the parts of their paths after `optimizer.` and the variable's path."""
+    found: dict[str, list[list[str]]] = {}
+    for path, variable in source.variables.items():
+        if variable.kind is Kind.SLOT:
+            parts = path.split(".")
+            owners = ((".".join(parts[1:stop]), parts[stop:]) for stop in range(len(parts), 1, -1))
+            if owner := next((each for each in owners if each[0] in source.variables), None):
+                found.setdefault(owner[0], []).append(owner[1])
+    return found

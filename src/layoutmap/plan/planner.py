@@ -6,6 +6,7 @@ use it, so a scope does what `layoutmap.plan` prints. The messages are in `varia
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,6 @@ from layoutmap.core.errors import PlanError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import AS_REST, Match, Rule
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.uneven import (
     UnevenSetting,
@@ -29,6 +29,7 @@ from layoutmap.plan.output_rules import OutputRanks
 from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.rule_problems import (
     MAX_COMPARISONS,
+    RuledPath,
     add_suggested_rules_to_fixes,
     add_typo_corrections_to_fixes,
     find_keras_output_rule_problems,
@@ -51,6 +52,7 @@ from layoutmap.rules.rule_set import RuleSet
 
 _RULED_KINDS = (Kind.WEIGHT, Kind.STATE, Kind.RNG, Kind.LATER)
 
+_BLOCK_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _PAD_OR_SHRINK: UnevenSetting = ("pad", "shrink")
 
 ExplainWhyPaddingIsImpossibleFn = Callable[[VariableSpec, Layout], str]
@@ -113,11 +115,20 @@ def make_plan_table(
     if zero_dim is not None:
         problems.append(make_zero_dim_note(assignments, zero_dim))
     if complete:
-        paths = [path for v in builder.variables if v.kind in _RULED_KINDS for path in (v.path, *v.aliases)]
+        paths = {
+            path: RuledPath(
+                a.match.rule if a.match else None,
+                v.rule_shape if v.is_packed else v.shape,
+                v.key not in builder.existing_layouts,
+            )
+            for v, a in zip(builder.variables, assignments, strict=True)
+            if v.kind in _RULED_KINDS
+            for path in (v.path, *v.aliases)
+        }
         of_rules = [*find_unused_rule_problems(layout_map, builder.won, builder.beaten, paths, "variable")]
         unused = {p.subject: p for p in of_rules if p.kind == "unused rule"}
         problems = [*add_typo_corrections_to_fixes(problems, unused), *of_rules]
-        problems += find_keras_output_rule_problems(layout_map, paths) if builder.has_keras_rules else ()
+        problems += find_keras_output_rule_problems(layout_map, [*paths]) if builder.has_keras_rules else ()
     matches = [layout_map.activations.match(path) for path in layers or () if layout_map.activations]
     laid_out = tuple(match for match in matches if match.rule)
     if complete and layers is not None:
@@ -253,7 +264,7 @@ class _PlanBuilder:
         if not winners and self.layout_map.rest:
             return Match(variable.path, None, otherwise=AS_REST)
         if not winners:
-            block = split_path_at_numbers(variable.path)
+            block = _BLOCK_NUMBER.sub("*", variable.path)
             # A search for near misses is slow, and its result is equal for repeated blocks, so cache it.
             if block not in self._near:
                 self._near[block] = tuple(self._patterns.find_nearest_candidates(variable.path))

@@ -68,9 +68,9 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     """
     groups: dict[object, list[Problem]] = {}
     for p in problems:
-        # The fix contains the block number, so the fixes of repeated blocks differ: leave the fix out of the key.
+        # The fix contains the block number, so the fixes of repeated blocks differ in numbers: compare only the rest.
         subject = p.subject if p.kind in RULE_KINDS else split_path_at_numbers(p.subject)
-        key = (p.kind, p.severity, p.model, subject, p.facts, p.why)
+        key = (p.kind, p.severity, p.model, subject, p.facts, p.why, split_path_at_numbers(p.fix))
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
     for first, *rest in groups.values():

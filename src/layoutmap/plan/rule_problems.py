@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from layoutmap.core.errors import format_count, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
-from layoutmap.core.paths import format_path_regex_as_python, split_path_at_numbers
+from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.lint import make_layout_suggestions
 from layoutmap.plan.lint.changes import RuleChangeFormatter
@@ -18,11 +20,23 @@ from layoutmap.plan.slots import NO_RULES, SLOTS
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules.index import RuleIndex
 from layoutmap.rules.keras_rules import is_keras_rule
+from layoutmap.rules.merged_rules import find_whole_path_pattern_parts, merge_patterns
 from layoutmap.rules.near_misses import NearMissSearch
 from layoutmap.rules.rules import Rules
 
 MAX_COMPARISONS = 20_000
 """The limit of comparisons in each search for near misses, which takes about a second."""
+
+_BONUS_WITHOUT_RULE = 0.1
+_CORRECTED_PATTERN = re.compile(r'(?:did you mean|to match anywhere in a path:) r"(.*)"')
+
+
+class RuledPath(NamedTuple):
+    """The rule that determines the layout of a path, the shape of its variable if known, and whether rules apply."""
+
+    rule: Rule | None
+    shape: Sequence[int] | None = None
+    can_change: bool = True
 
 
 def find_unused_activation_rule_problems(rules: Rules, matches: Sequence[Match]) -> Iterator[Problem]:
@@ -34,14 +48,15 @@ def find_unused_activation_rule_problems(rules: Rules, matches: Sequence[Match])
             num_wins[match.rule.number] += 1
             for other in match.others:
                 losses.setdefault(other.number, (match.rule, match.path))
-    yield from find_unused_rule_problems(rules, num_wins, losses, [match.path for match in matches], "layer")
+    paths = {match.path: RuledPath(match.rule) for match in matches}
+    yield from find_unused_rule_problems(rules, num_wins, losses, paths, "layer")
 
 
 def find_unused_rule_problems(
     rules: Rules,
     num_wins: Mapping[int, int],
     losses: Mapping[int, tuple[Rule, str]],
-    paths: Sequence[str],
+    paths: Mapping[str, RuledPath],
     owner_kind: str,
 ) -> Iterator[Problem]:
     """Yield a problem for each rule that determines no layout.
@@ -80,8 +95,8 @@ def find_unused_rule_problems(
         if owner_kind == "variable" and SLOTS.match(rule.pattern):
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
             continue
-        near = candidate_paths.find_nearest_candidates(rule.pattern)
-        intended = _find_intended_paths(rule.pattern, near[0], paths) if near else ()
+        fitting, corrected = _find_correction(rule, candidate_paths, paths, num_wins)
+        near = list(dict.fromkeys([*fitting, *candidate_paths.find_nearest_candidates(rule.pattern)]))[:3]
         yield Problem(
             "unused rule",
             "warning",
@@ -94,21 +109,53 @@ def find_unused_rule_problems(
             f"{format_count(count, 'path')} matches this pattern",
             f'to match anywhere in a path: r".*{rule.pattern}"'
             if rule.pattern in inside
-            else f"did you mean {format_path_regex_as_python(intended)}? else delete it"
-            if near
+            else f'did you mean r"{corrected}"? else delete it'
+            if corrected
+            else "delete it, because other rules match the near misses"
+            if near and all(paths[path].rule for path in near)
             else "fix it, or delete it",
         )
 
 
-def _find_intended_paths(pattern: str, nearest: str, paths: Sequence[str]) -> Sequence[str]:
-    """Return the path nearest to a mistyped pattern, and if the pattern has no number, this path in all blocks."""
-    if re.search(r"\d", pattern.replace(r"\d", "")):
-        return [nearest]
-    parts = split_path_at_numbers(nearest)
-    return [path for path in paths if split_path_at_numbers(path) == parts]
+def _find_correction(
+    rule: Rule, candidates: NearMissSearch, paths: Mapping[str, RuledPath], num_wins: Mapping[int, int]
+) -> tuple[list[str], str]:
+    """Return near misses that a corrected rule could match, and its pattern for the first, or "" if there is none.
+
+    The corrected rule would determine a layout, and no other rule would become unused.
+    """
+
+    def get_bonus(path: str) -> float | None:
+        winner, shape, can_change = paths[path]
+        fits = shape is None or len(shape) == rule.layout.rank or is_keras_rule(rule.pattern)
+        if not fits or not can_change:
+            return None
+        if winner is None:
+            return _BONUS_WITHOUT_RULE
+        return 0 if rule.number < winner.number and winner.pattern != path else None
+
+    near = candidates.find_nearest_candidates(rule.pattern, get_bonus=get_bonus)
+    for at, nearest in enumerate(near):
+        form = split_path_at_numbers(nearest)
+        same_form = [path for path in paths if split_path_at_numbers(path) == form]
+        intended = {*candidates.list_intended_candidates(rule.pattern, nearest, lambda p: paths[p].shape)}
+        lost = Counter(
+            winner.number for path in intended if (winner := paths[path].rule) and rule.number < winner.number
+        )
+        intended -= {
+            path
+            for path in intended
+            if (winner := paths[path].rule) and lost[winner.number] >= num_wins[winner.number]
+        }
+        if nearest in intended:
+            wanted = [path for path in same_form if path in intended]
+            unwanted = [path for path in same_form if path not in intended]
+            (pattern,) = merge_patterns([find_whole_path_pattern_parts(wanted, wanted, unwanted)])
+            return near[at:], pattern
+    return [], ""
 
 
-def _find_patterns_matching_inside(patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
+def _find_patterns_matching_inside(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
     """Return the patterns that match anywhere in one of the paths, not only from its start."""
     listed, found = list(patterns), set[str]()
     index = RuleIndex(map(re.compile, listed), matches_anywhere=True)
@@ -120,28 +167,20 @@ def _find_patterns_matching_inside(patterns: Iterable[str], paths: Sequence[str]
 def add_typo_corrections_to_fixes(
     problems: Sequence[Problem], unused_rule_problems: Mapping[str, Problem]
 ) -> Iterator[Problem]:
-    """Yield the problems. If an unused rule almost matches a variable without a rule, the fix is to correct that rule.
+    """Yield the problems. If the correction of an unused rule matches a variable without a rule, it is the fix.
 
     The fix to add a rule would leave the mistyped rule in the map.
     """
     for problem in problems:
         near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
-        block = split_path_at_numbers(problem.subject)
-        # Two fixes must not change the same rule, so correct each unused rule only for its nearest variable.
-        mistyped = [unused_rule_problems[pattern] for pattern in near if pattern in unused_rule_problems]
-        mistyped = [rule for rule in mistyped if split_path_at_numbers(_get_nearest_path(rule)) == block]
-        if mistyped:
-            name = mistyped[0].what.partition(": matches no")[0]
-            problem = replace(
-                problem,
-                fix=f"correct {name} to {format_path_regex_as_python([problem.subject])}, or add a rule",
-            )
+        for rule in [unused_rule_problems[pattern] for pattern in near if pattern in unused_rule_problems]:
+            corrected = _CORRECTED_PATTERN.search(rule.fix)
+            # A rule can have only one new pattern, so its own problem and those of variables propose the same.
+            if corrected and re.match(corrected[1], problem.subject):
+                name = rule.what.partition(": matches no")[0]
+                problem = replace(problem, fix=f'correct {name} to r"{corrected[1]}", or add a rule')
+                break
         yield problem
-
-
-def _get_nearest_path(problem: Problem) -> str:
-    """Return the path that an unused rule almost matches, from the facts of its problem."""
-    return dict(problem.facts)["near misses"].partition(", ")[0]
 
 
 def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from layoutmap.core.paths import make_path_regex
+from layoutmap.core.paths import make_path_regex, split_path_at_numbers
 from layoutmap.core.specs import Specs
 
 _NUMBER = re.compile(r"\d+")
@@ -82,16 +82,52 @@ def find_whole_path_pattern_parts(
         matchable_paths: Paths that the pattern may match besides, so that it can be shorter.
         unwanted: Paths that it must not match.
     """
-    for regex in (make_path_regex(matchable_paths), make_exact_number_regex(paths)):
-        if _has_no_match(regex, unwanted):
-            return ("", *regex[:-1].split(r"\."))
-    return ("", f"({'|'.join(map(re.escape, paths))})")
+    unwanted = list(unwanted)
+    regex = make_path_regex(matchable_paths)
+    if not _has_no_match(regex, unwanted):
+        regex = _make_general_regex(paths, unwanted)
+    return ("", *regex[:-1].split(r"\.")) if regex else ("", f"({'|'.join(map(re.escape, paths))})")
+
+
+def _make_general_regex(paths: Sequence[str], unwanted: Sequence[str]) -> str:
+    """Return a regex with `\\d+` for each number where that matches no unwanted path, or "" if exact numbers match one.
+
+    Example:
+        >>> print(_make_general_regex(["h.0.w1", "h.0.w3", "h.1.w1", "h.1.w3"], ["h.0.w2", "h.1.w2"]))
+        h\\.\\d+\\.w(1|3)$
+    """
+    choices, separators = _list_number_alternatives(paths), split_path_at_numbers(paths[0])
+    regex = _replace_numbers(paths[0], choices)
+    if not _has_no_match(regex, unwanted):
+        return ""
+
+    def is_in_name(column: int) -> bool:
+        return not {separators[column][-1:], separators[column + 1][:1]} <= {"", "."}
+
+    # The rule should also match further blocks, so write the numbers of blocks as `\d+` before digits in names.
+    for column in sorted(range(len(choices)), key=is_in_name):
+        tried = [*choices[:column], r"\d+", *choices[column + 1 :]]
+        general = _replace_numbers(paths[0], tried)
+        if "|" in choices[column] and _has_no_match(general, unwanted):
+            choices, regex = tried, general
+    return regex
 
 
 def make_exact_number_regex(paths: Sequence[str]) -> str:
     """Return a regex for paths that differ only in numbers. It matches only numbers that occur at the same position."""
-    columns = iter([list(dict.fromkeys(column)) for column in zip(*map(_NUMBER.findall, paths), strict=True)])
-    return _NUMBER.sub(lambda _: _join_alternatives(next(columns)), re.escape(paths[0])) + "$"
+    return _replace_numbers(paths[0], _list_number_alternatives(paths))
+
+
+def _list_number_alternatives(paths: Sequence[str]) -> list[str]:
+    """Return a regex for each position of a number in the paths, which matches the numbers there."""
+    columns = zip(*map(_NUMBER.findall, paths), strict=True)
+    return [_join_alternatives(list(dict.fromkeys(column))) for column in columns]
+
+
+def _replace_numbers(path: str, regexes: Iterable[str]) -> str:
+    """Return a regex for a path, with these regexes in place of its numbers."""
+    numbers = iter(regexes)
+    return _NUMBER.sub(lambda _: next(numbers), re.escape(path)) + "$"
 
 
 def _join_alternatives(texts: Sequence[str]) -> str:

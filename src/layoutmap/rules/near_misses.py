@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _MIN_SCORE = 0.6
-_NUMBER = re.compile(r"\d+")
+_NUMBER_SIGN = "\0"
+_REPEAT = r"(?:[*+?]|\{\d*,?\d*\})\??"
+_NUMBER_REGEX = re.compile(
+    rf"\\[dw](?:{_REPEAT})?|\[[\d-]+\](?:{_REPEAT})?|\[[^\]]*\][*+]\??|\((?:\?:)?\d+(?:\|\d+)*\)|\.[*+]\??|\d+"
+)
+"""A number in a path or pattern, or a regex in its place that matches numbers."""
 
 
 def find_nearest_candidates(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Return the candidates most similar to a path or pattern, best first, ignoring digits and regex signs.
+    """Return the candidates most similar to a path or pattern, best first. Numbers decide between similar ones.
 
     Example:
         >>> find_nearest_candidates(r".*\\.kernal", ["d1.kernel", "d1.bias"])
         ['d1.kernel']
+        >>> find_nearest_candidates(r"h\\.\\d+\\.fc2\\.kernal", ["h.0.fc1.kernel", "h.0.fc2.kernel"])
+        ['h.0.fc2.kernel']
         >>> find_nearest_candidates("layers.3.query", ["layers.3.attention.query_dense.kernel", "layers.3.norm.scale"])
         ['layers.3.attention.query_dense.kernel']
     """
@@ -33,26 +40,83 @@ class NearMissSearch:
 
     def __init__(self, candidates: Iterable[str], max_comparisons: int | None = None) -> None:
         self._left = max_comparisons
-        self._by_skeleton: dict[str, dict[tuple[str, ...], str]] = {}
+        self._by_skeleton: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {}
+        self._scores: dict[str, list[tuple[float, str]]] = {}
+        self._alignments: dict[tuple[str, str], dict[int, int]] = {}
         for candidate in candidates:
-            numbers = tuple(_NUMBER.findall(candidate))
-            self._by_skeleton.setdefault(_strip_numbers_and_regex_signs(candidate), {}).setdefault(
-                numbers, candidate
-            )
+            form, numbers = _split_numbers(candidate)
+            forms = self._by_skeleton.setdefault(_make_skeleton(form), {})
+            forms.setdefault(form, {})[candidate] = numbers
 
-    def find_nearest_candidates(self, text: str, count: int = 3) -> list[str]:
-        """Return at most `count` candidates that are similar to a path or pattern, the most similar first."""
+    def find_nearest_candidates(
+        self, text: str, count: int = 3, get_bonus: Callable[[str], float | None] = lambda candidate: 0
+    ) -> list[str]:
+        """Return at most `count` candidates that are similar to a path or pattern, the most similar first.
+
+        Candidates that differ only in numbers are equally similar. Of these, only one with the fewest other numbers
+        than the text is returned.
+
+        Args:
+            text: The path or pattern.
+            count: The maximum number.
+            get_bonus: Returns what to add to the similarity of a candidate, which is at most 1.1, or `None` to leave
+                it out.
+        """
+        form, numbers = _split_numbers(text)
+        found: list[tuple[float, str]] = []
+        for score, skeleton in self._score_skeletons(_make_skeleton(form)):
+            ranked: list[tuple[int, float, int, str]] = []
+            for other, candidates in self._by_skeleton[skeleton].items():
+                pairs = self._align_numbers(form, other)
+                for candidate, values in candidates.items():
+                    if (bonus := get_bonus(candidate)) is not None:
+                        differences = sum(not _is_match(numbers[n], values[m]) for m, n in pairs.items())
+                        ranked.append((differences, -bonus, len(ranked), candidate))
+            if ranked:
+                _, bonus, _, candidate = min(ranked)
+                found.append((bonus - score, candidate))
+        return [candidate for _, candidate in sorted(found)[:count]]
+
+    def list_intended_candidates(
+        self, text: str, nearest: str, get_shape: Callable[[str], object]
+    ) -> list[str]:
+        """Return the candidates that a pattern would match if its words were those of the nearest candidate.
+
+        They differ from the nearest candidate only in numbers: where the pattern has a regex for a number, or no
+        number. If a word of the pattern lacks a number, they also have the shape of the nearest candidate.
+        """
+        form, numbers = _split_numbers(text)
+        other, own = _split_numbers(nearest)
+        pairs = self._align_numbers(form, other)
+        places = [match.start() for match in re.finditer(_NUMBER_SIGN, other)]
+        regexes = [
+            numbers[pairs[n]] if n in pairs and not numbers[pairs[n]].isdigit() else None
+            for n in range(len(own))
+        ]
+        found: list[str] = []
+        for candidate, values in self._by_skeleton[_make_skeleton(other)][other].items():
+            has_shape = get_shape(candidate) == get_shape(nearest)
+            if all(
+                value == own[n]
+                or (regex is not None and (_is_match(regex, value) or not _is_match(regex, own[n])))
+                or (n not in pairs and (has_shape or _is_whole_part(other, places[n])))
+                for n, (regex, value) in enumerate(zip(regexes, values, strict=True))
+            ):
+                found.append(candidate)
+        return found
+
+    def _score_skeletons(self, wanted_skeleton: str) -> list[tuple[float, str]]:
+        """Return the similar skeletons of candidates with their scores."""
+        if wanted_skeleton in self._scores:
+            return self._scores[wanted_skeleton]
         if self._left is not None:
             if len(self._by_skeleton) > self._left:
                 return []
             self._left -= len(self._by_skeleton)
-        wanted = _strip_numbers_and_regex_signs(text).split(".")
-        numbers = tuple(_NUMBER.findall(text))
+        wanted = wanted_skeleton.split(".")
         matcher = difflib.SequenceMatcher()
-        scored: list[tuple[float, str]] = []
-        for skeleton, block in self._by_skeleton.items():
-            # Repeated blocks are equally similar, so suggest the one with the same numbers, or else the first.
-            candidate = block.get(numbers) or next(iter(block.values()))
+        scored = self._scores[wanted_skeleton] = []
+        for skeleton in self._by_skeleton:
             parts = skeleton.split(".")
             # A pattern that starts with .* says nothing of the first parts of a path, so compare only the last parts.
             shared = min(len(parts), len(wanted))
@@ -63,8 +127,21 @@ class NearMissSearch:
             if score < _MIN_SCORE and _has_prefixes_in_order(wanted, parts):
                 score = _MIN_SCORE
             if score >= _MIN_SCORE:
-                scored.append((-score, candidate))
-        return [candidate for _, candidate in sorted(scored)[:count]]
+                scored.append((score, skeleton))
+        return scored
+
+    def _align_numbers(self, text_form: str, candidate_form: str) -> dict[int, int]:
+        """Return the index of the number in a text for the index of each number in a candidate that it stands for."""
+        key = text_form, candidate_form
+        if key not in self._alignments:
+            matcher = difflib.SequenceMatcher(None, text_form, candidate_form, autojunk=False)
+            self._alignments[key] = {
+                candidate_form.count(_NUMBER_SIGN, 0, j + k): text_form.count(_NUMBER_SIGN, 0, i + k)
+                for i, j, size in matcher.get_matching_blocks()
+                for k in range(size)
+                if text_form[i + k] == _NUMBER_SIGN
+            }
+        return self._alignments[key]
 
 
 def _has_prefixes_in_order(words: Sequence[str], parts: Sequence[str]) -> bool:
@@ -73,8 +150,32 @@ def _has_prefixes_in_order(words: Sequence[str], parts: Sequence[str]) -> bool:
     return any(words) and all(any(part.startswith(word) for part in rest) for word in words)
 
 
-def _strip_numbers_and_regex_signs(text: str) -> str:
-    """Return the words of a path or pattern joined by dots, without numbers and regex signs."""
-    text = text.replace("\\.", ".").replace("/", ".")
-    text = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", text)
+def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the words of a path or pattern with a sign for each number, and its numbers or their regexes."""
+    text = text.replace(_NUMBER_SIGN, "")
+    numbers = _NUMBER_REGEX.findall(text)
+    # The regex .* also matches dots, so a word does not go on after it.
+    form = _NUMBER_REGEX.sub(lambda m: f".{_NUMBER_SIGN}." if m[0][0] == "." else _NUMBER_SIGN, text)
+    form = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", form.replace("\\.", ".").replace("/", "."))
+    return _merge_dots(form), tuple(numbers)
+
+
+def _make_skeleton(form: str) -> str:
+    return _merge_dots(form.replace(_NUMBER_SIGN, ""))
+
+
+def _merge_dots(text: str) -> str:
     return re.sub(r"\.+", ".", text).strip(".")
+
+
+def _is_match(a: str, b: str) -> bool:
+    """Return whether two numbers are equal, or one of them is a regex that matches the other."""
+    try:
+        return a == b or any(re.fullmatch(regex, number) for regex, number in ((a, b), (b, a)))
+    except re.error:  # a path may contain text such as [3-1], which is no regex
+        return False
+
+
+def _is_whole_part(form: str, place: int) -> bool:
+    """Return whether the number at this place of a path is a whole part of it, as in `blocks.0.kernel`."""
+    return {form[:place][-1:], form[place + 1 :][:1]} <= {"", "."}

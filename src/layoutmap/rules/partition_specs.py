@@ -17,8 +17,9 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import make_path_regex, split_path_at_numbers
 from layoutmap.core.specs import Specs
 from layoutmap.core.variables import Assignment
+from layoutmap.rules.merged_rules import find_whole_path_pattern_parts, merge_patterns
 from layoutmap.rules.near_misses import find_nearest_candidates
-from layoutmap.rules.patterns import compile_pattern
+from layoutmap.rules.patterns import compile_pattern, explain_why_pattern_is_slow
 
 Shape = tuple[int, ...]
 """The shape of an array."""
@@ -159,8 +160,12 @@ def make_path_rules(specs: Mapping[str, Specs]) -> dict[str, Specs]:
     rules: dict[str, Specs] = {}
     for by_specs in groups.values():
         for array_specs, paths in by_specs.items():
-            for together in [paths] if len(by_specs) == 1 else [[path] for path in paths]:
-                rules[make_path_regex(together)] = array_specs
+            others = [path for specs, others in by_specs.items() if specs != array_specs for path in others]
+            (pattern,) = merge_patterns([find_whole_path_pattern_parts(paths, paths, others)])
+            # A rules file may not have a pattern with many alternatives, so write a rule for each path instead.
+            is_slow = bool(explain_why_pattern_is_slow(pattern))
+            patterns = [make_path_regex([path]) for path in paths] if is_slow else [pattern]
+            rules |= dict.fromkeys(patterns, array_specs)
     return rules
 
 

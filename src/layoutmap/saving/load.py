@@ -22,6 +22,7 @@ from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
 from layoutmap.checkpoint.model_values import Extra, Missing, ModelValues, is_integer_state
 from layoutmap.checkpoint.name_tables import read_name_table
 from layoutmap.checkpoint.reader import StepSource
+from layoutmap.checkpoint.renamed_source import RenamedSource
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, group_devices_by_shard, make_full_index
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
@@ -383,6 +384,12 @@ class ModelLoader:
     def _list_checked_variables(self, model: object, optimizer: object) -> Sequence[StoredVariable]:
         """Return the variables of the model and its optimizer, after checking that the checkpoint fits them."""
         source = self.values.source
+        if isinstance(source, RenamedSource):
+            # A name table renames slots with their weights, so find the weights before listing the optimizer's slots.
+            for each in self.adapter.list_stored_variables(model):
+                self.values.find_saved_variable(each.variable)
+            if self._settings:
+                self._settings = {**self._settings, "renamed": source.list_paths_by_tensor_name()}
         slots = [_make_variable_spec(v) for v in source.variables.values() if v.kind is Kind.SLOT]
         if optimizer is not None:
             self._check_optimizer_state(bool(slots))

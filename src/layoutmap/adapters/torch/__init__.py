@@ -18,6 +18,7 @@ from layoutmap.adapters.protocol import Adapter, SavedOptimizer, ScopeContext, S
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.checkpoint_names import list_checkpoint_names
 from layoutmap.adapters.torch.checkpoints import (
+    get_renamed_optimizer_settings,
     list_optimizer_slots,
     list_stored_variables,
     read_optimizer_settings,
@@ -254,7 +255,9 @@ class TorchAdapter(Adapter):
         """Restore the optimizer's settings and the random states from the result of `read_state_outside_variables`."""
         optimizer = optimizer or get_training_settings(model).optimizer
         if optimizer is not None and settings.get("optimizer"):
-            restore_optimizer_settings(model, optimizer, settings["optimizer"], settings.get("override", {}))
+            restore_optimizer_settings(
+                model, optimizer, get_renamed_optimizer_settings(settings), settings.get("override", {})
+            )
         random = settings["random"]
         random_states.restore_python_and_numpy_states(random)
         if "torch" in random:

@@ -59,6 +59,8 @@ def list_stored_variables(
     if settings:
         assert saved is not None
         _check_settings_form(settings, saved)
+        settings = get_renamed_optimizer_settings(saved.settings)
+        _check_settings_form(settings, saved)
         _check_settings_match_optimizer(optimizer, parameters, settings)
         _check_required_slots(settings, saved)
         _warn_of_replaced_settings(optimizer, parameters, settings, saved.settings.get("override", {}))
@@ -153,6 +155,17 @@ def read_optimizer_settings(
                 if not isinstance(value, torch.Tensor)
             }
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state, "other": other}
+
+
+def get_renamed_optimizer_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the optimizer's settings from those of a checkpoint, with the parameters' paths in the model."""
+    new_paths, found = settings.get("renamed", {}), settings["optimizer"]
+    groups = [
+        {**group, "params": [new for path in group["params"] for new in new_paths.get(path, [path])]}
+        for group in found["groups"]
+    ]
+    state = {new: each for path, each in found["state"].items() for new in new_paths.get(path, [path])}
+    return {**found, "groups": groups, "state": state}
 
 
 def restore_optimizer_settings(
