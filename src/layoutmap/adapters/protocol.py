@@ -298,7 +298,7 @@ class TrainingAdapter(ModelAdapter, Protocol):
         ...
 
     def train_step(self, model: Any, batch: Any) -> dict[str, float]:
-        """Run one optimizer step of a compiled model on a batch, and return its logs."""
+        """Run one training step of a compiled model on a batch, and return its logs."""
         ...
 
 

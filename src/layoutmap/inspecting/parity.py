@@ -181,7 +181,7 @@ def check_parity(
             more often if rounding must be measured because values are small compared with others.
         layout_map: The rules.
         batch: Batch of one training step: `(x, y)` or `(x, y, sample_weight)`, with all rows in each process.
-        steps: Number of optimizer steps to compare, each on the same batch; 0 for a model that is not compiled.
+        steps: Number of training steps to compare, each on the same batch; 0 for a model that is not compiled.
         seed: Seed of both builds. Random states are restored afterwards.
         tolerance: Largest relative difference that counts as equal. Initial weights must be equal bit for bit.
         batch_dim: Mesh dim that splits the batch; `None`: none.
@@ -287,7 +287,7 @@ def compare_with_perturbed_model(
         model: A model that has taken no step.
         perturbed_model: An equal model, whose variables are changed.
         batch: The batch of each step.
-        steps: Number of optimizer steps to compare.
+        steps: Number of training steps to compare.
         tolerance: The tolerance of the comparison that this one explains. One rounding error is an 84th of it.
         left_out: See `compare_models`.
         seed: Seed of the signs of the rounding errors.
@@ -348,7 +348,7 @@ def compare_models(
         sharded: The other model.
         batch: The batch of each step.
         other_batch: The batch of the other model; `None`: the same.
-        steps: Number of optimizer steps to compare.
+        steps: Number of training steps to compare.
         tolerance: The largest relative difference that counts as equal.
         left_out: The elements that are left out of the comparison of steps, as `only_rounding` of an earlier report of
             the same model; `None`: those whose gradients are only rounding in this comparison.

@@ -145,7 +145,7 @@ class JaxAdapter(Adapter):
         return {"loss": float(loss)}, _convert_outputs_to_numpy(gradients)
 
     def train_step(self, model: object, batch: object) -> dict[str, float]:
-        """Run one step of the optimizer that was passed to `train_with`, and return the loss before the step."""
+        """Run one training step with the optimizer that was passed to `train_with`, and return the loss before it."""
         with suspend_ambient_mesh():
             return {"loss": float(_require_train_with_result(model).steps.run_training_step(batch))}
 

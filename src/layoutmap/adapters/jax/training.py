@@ -56,7 +56,7 @@ class TrainState:
 
     @property
     def steps(self) -> CompiledSteps:
-        """The compiled functions of the model: forward, gradients, and optimizer step."""
+        """The compiled functions of the model: forward, gradients, and training step."""
         self._steps = self._steps or CompiledSteps(self)
         return self._steps
 
@@ -136,7 +136,7 @@ def replace_arrays(model: object, values: Sequence[object]) -> Any:
 
 
 class CompiledSteps:
-    """Compile and run the forward function, the gradients, and the optimizer step of a `TrainState`.
+    """Compile and run the forward function, the gradients, and the training step of a `TrainState`.
 
     Args:
         state: The state. The structure of its model must not change.
@@ -167,7 +167,7 @@ class CompiledSteps:
 
     @property
     def num_step_programs(self) -> int:
-        """Number of programs that were compiled for the optimizer step."""
+        """Number of programs that were compiled for the training step."""
         return self._update.num_programs if isinstance(self._update, JitStep) else 1
 
     def compute_outputs(self, batch: object) -> object:

@@ -87,7 +87,7 @@ def check_value_shape(variable: keras.Variable, path: str, value: Any) -> None:
 
 
 def make_load_own_variables_wrapper(loaded_object: Any, session: KerasSession) -> Callable[..., object]:
-    """Wrap `load_own_variables` to read from a file only the shards of this process's devices."""
+    """Return a wrapper of `load_own_variables` that reads from a file only the shards of this process's devices."""
     original = loaded_object.load_own_variables
 
     @functools.wraps(original)
@@ -117,7 +117,7 @@ def make_load_own_variables_wrapper(loaded_object: Any, session: KerasSession) -
 def make_load_weights_wrapper(
     model: Any, get_sessions: Callable[[], Iterable[KerasSession | None]]
 ) -> Callable[..., object]:
-    """Wrap `load_weights` to check all shapes before any variable changes."""
+    """Return a wrapper of `load_weights` that checks all shapes before any variable changes."""
     original = model.load_weights
 
     @functools.wraps(original)

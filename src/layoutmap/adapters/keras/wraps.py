@@ -217,7 +217,7 @@ def _check_outer_model(outer_model: Any, session: KerasSession) -> None:
 
 
 def _make_compile_wrapper(model: Any, session: KerasSession) -> Callable[..., object]:
-    """Wrap `compile` to create slots in the scope, wrap the new optimizer, and unwrap the replaced one."""
+    """Return a wrapper of `compile` that makes slots in the scope, and wraps the new optimizer instead of the old."""
     original = model.compile
 
     @functools.wraps(original)

@@ -72,9 +72,7 @@ class TorchAdapter(Adapter):
             raise ScopeError(
                 "a scope was opened " + ("under a FakeTensorMode" if fake else "inside a compiled function"),
                 why="a scope creates tensors with values on devices, but there tensors have no values",
-                fix="build the model before "
-                + ("the mode" if fake else "the function")
-                + ", and only call it inside",
+                fix="build the model before you " + ("enter the mode" if fake else "call the function"),
             )
 
     def owns_model(self, model: object) -> bool:

@@ -211,7 +211,8 @@ def _warn_of_replaced_settings(
         for name in [n for n in saved if n in group and n not in (*_LOCAL_SETTINGS, *override)]:
             # A scheduler changes `lr`, so compare `initial_lr` if it exists.
             name_at_start = "initial_lr" if name == "lr" and "initial_lr" in saved else name
-            current, value = (_convert_to_numpy(group.get(name_at_start, group[name])), saved[name_at_start])
+            current = _convert_to_numpy(name, group.get(name_at_start, group[name]))
+            value = saved[name_at_start]
             is_cycled = name in ("betas", "momentum") and "max_momentum" in saved
             if not is_cycled and not _are_equal_settings(current, value):
                 replaced[name] = f"{current} in code, {value} saved"

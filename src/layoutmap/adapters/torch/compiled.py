@@ -60,7 +60,7 @@ def check_can_be_compiled(subject: str = "a model", *, is_dynamic: bool) -> None
         raise ScopeError(
             f"{subject} on simulated devices cannot be compiled",
             why="one process computes for all devices in turn, and a compiled graph is for one device",
-            fix=f"start a process for each device, as with torchrun, or do not compile {subject}",
+            fix="start a process for each device, as with torchrun, or do not compile it",
         )
     if is_dynamic:
         raise ScopeError(

@@ -270,7 +270,7 @@ def wrap_to_report_failure(
 def make_write_once_save_wrapper(
     model: keras.Model, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
-    """Wrap `save` or `save_weights`: of the processes that pass the same path, only the first writes the file."""
+    """Return a wrapper of `save` or `save_weights`. Of processes with the same path, only the first one writes."""
     original = getattr(model, method_name)
 
     @functools.wraps(original)

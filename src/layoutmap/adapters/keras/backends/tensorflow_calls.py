@@ -41,7 +41,7 @@ dtensor = tf.experimental.dtensor
 def make_mesh_call_wrapper(
     layer: keras.Layer, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
-    """Wrap a layer's `call`. If no other call is running, it moves inputs to the mesh, and results back."""
+    """Return a wrapper of a layer's `call`. The outermost call moves inputs to the mesh, and results back."""
     original = _make_readable_weights_call_wrapper(layer, session, method_name)
 
     @functools.wraps(original)
@@ -73,7 +73,7 @@ def make_mesh_call_wrapper(
 def _make_readable_weights_call_wrapper(
     layer: keras.Layer, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
-    """Wrap a layer's `call` so that the layer reads its weights in layouts that DTensor supports for it."""
+    """Return a wrapper of a layer's `call` in which the layer reads its weights in layouts that DTensor supports."""
     original = get_call_method(layer, method_name)
 
     @functools.wraps(original)

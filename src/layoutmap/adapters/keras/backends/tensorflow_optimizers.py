@@ -21,7 +21,7 @@ from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 
 def make_var_key_wrapper(optimizer: keras.Optimizer) -> Callable[..., object]:
-    """Wrap an optimizer's `_var_key`, which returns a variable's key, so that it initializes no pending variable."""
+    """Return a wrapper of an optimizer's `_var_key` that returns a key without initializing a pending variable."""
     original = optimizer._var_key
 
     @functools.wraps(original)
@@ -33,7 +33,7 @@ def make_var_key_wrapper(optimizer: keras.Optimizer) -> Callable[..., object]:
 
 
 def make_apply_wrapper(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
-    """Wrap `apply` to run on the mesh, with each gradient in the layout of its weight.
+    """Return a wrapper of `apply` that runs on the mesh, with each gradient in the layout of its weight.
 
     Without that, DTensor chooses layouts for the backward pass that suit the optimizer, and fails (Muon on a
     transformer).

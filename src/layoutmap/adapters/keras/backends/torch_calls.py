@@ -92,7 +92,7 @@ def _is_inferring_shapes(session: KerasSession) -> bool:
 def make_mesh_call_wrapper(
     layer: keras.Layer, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
-    """Wrap a layer's `call`. If no other call is running, it moves inputs to the mesh, and results back."""
+    """Return a wrapper of a layer's `call`. The outermost call moves inputs to the mesh, and results back."""
     function = _make_weight_gathering_call_wrapper(layer, session, method_name)
 
     @functools.wraps(function)
@@ -121,7 +121,7 @@ def make_mesh_call_wrapper(
 def _make_weight_gathering_call_wrapper(
     layer: keras.Layer, session: KerasSession, method_name: str
 ) -> Callable[..., object]:
-    """Wrap a layer's `call` to compute with weights in their compute layouts.
+    """Return a wrapper of a layer's `call` that computes with weights in their compute layouts.
 
     An axis that is sharded over the dim of the batch is gathered for the call, as in FSDP. The gradient is reduced and
     scattered back to the stored layout.

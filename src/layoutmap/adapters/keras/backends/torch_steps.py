@@ -99,7 +99,7 @@ def make_function_that_refuses_export(model: keras.Model) -> Callable[..., objec
 
 
 def make_apply_wrapper(optimizer: keras.Optimizer, session: KerasSession) -> Callable[..., object]:
-    """Wrap an optimizer's `apply` to run on the mesh, with each gradient in the layout of its weight."""
+    """Return a wrapper of `apply` that runs on the mesh, with each gradient in the layout of its weight."""
     original = optimizer.apply
 
     @functools.wraps(original)
