@@ -199,9 +199,17 @@ def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     } == {rule.pattern: rule.reason for rule in rules.rules if "kernel" in rule.pattern}
 
 
+def test_stacked_layers_are_no_experts():
+    """Their norm has an axis of the layers and one of the features, as a router has of experts and features."""
+    layers = {"w1": (4, 64, 256), "w2": (4, 256, 64), "norm": (4, 64)}
+    rules = suggest([make_weight(f"layers.{name}", shape) for name, shape in layers.items()])
+
+    assert not any(word in rule.reason for rule in rules.rules for word in ("expert", "router"))
+
+
 @pytest.mark.parametrize("shape", [(64, 8), (8, 64)])
 def test_a_router_of_unknown_use_is_replicated(shape):
-    """Its axes are the features and the experts, in any order."""
+    """Its axes are the features and the experts, and its name shows that they are in the other order."""
     experts = [make_weight(f"mlp.experts.{name}", (8, 64, 128)) for name in ("gate_up", "down")]
     rules = suggest([make_weight("mlp.gate.weight", shape), *experts])
 

@@ -19,6 +19,7 @@ from layoutmap.plan.lint.inferred_roles import (
     ATTENTION_PARTS,
     FIRST_KERNEL,
     FUSED_QKV,
+    ROUTER,
     SECOND_KERNEL,
     infer_axis_uses,
 )
@@ -205,8 +206,8 @@ class LintedPlan:
     def experts(self) -> Experts:
         """The stacked weights of experts, and the kernels of their routers.
 
-        A router has the axes (features, experts). Beside it are two stacks or more. The first axis of each is that of
-        the experts, and another one has the size of the features.
+        A router has the axes (features, experts), or in the other order as its use or its name shows. Beside it are
+        two stacks or more. The first axis of each is that of the experts, and another one has the size of the features.
         """
         weights = [a for a in self.plan.assignments if a.variable.kind is Kind.WEIGHT]
         stacks: dict[tuple[str, str, int], list[Assignment]] = defaultdict(list)
@@ -220,10 +221,10 @@ class LintedPlan:
             v = a.variable
             if len(v.shape) != 2:
                 continue
-            is_transposed = v.use is not None and v.use.roles[0].startswith("out")
-            orders = (
-                (v.shape, v.shape[::-1]) if v.use is None else (v.shape[::-1] if is_transposed else v.shape,)
-            )
+            # Stacked layers have norms of (layers, features), so a router of unknown use in this order needs its name.
+            orders = (v.shape, v.shape[::-1])[: 1 + bool(v.use is None and ROUTER.search(v.path))]
+            if v.use and v.use.roles[0].startswith("out"):
+                orders = (v.shape[::-1],)
             layer = v.path.rpartition(".")[0]
             for (features, count), module in itertools.product(orders, (layer, layer.rpartition(".")[0])):
                 members = [each for each in stacks.get((v.model, module, count), ()) if each is not a]
