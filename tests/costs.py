@@ -39,8 +39,8 @@ def step(found=None, mesh=MESH, **changes):
     )
 
 
-def plan(rules=None, found=None, mesh=MESH, on="h100:64", **changes):
+def plan(rules=None, found=None, mesh=MESH, on="h100:64", variables=None, **changes):
     """The plan of the model, with its cost."""
     rules = rules or {r".*up\.kernel": ("data", "model"), "tokens": ("model", None)}
-    made = make_plan(weights(), lm.LayoutMap(mesh, rules))
+    made = make_plan(variables or weights(), lm.LayoutMap(mesh, rules))
     return made.add_cost(Cost(step(found, mesh, **changes), resolve_machine(on, mesh)))

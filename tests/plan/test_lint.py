@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import costs
 import pytest
+from decoders import make_dense
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -479,6 +480,21 @@ def test_what_travels_without_need_is_reported(collective, kinds):
     plan = costs.plan(rules, [*fsdp, collective, Collective("permute", ("data",), 1, BIG)])
 
     assert kinds == {problem.kind for problem in plan.lint()} - {"sum over the batch dim"}
+
+
+@pytest.mark.parametrize(("cause", "count"), [("blocks.*.attn", 1), ("blocks.*.attn.qkv", 0)])
+def test_a_split_of_fused_outputs_that_crosses_shards_is_reported(cause, count):
+    """The block that splits them reshards them. A collective of the kernel itself has another cause."""
+    sizes = {"attn.qkv": (64, 192), "attn.proj": (64, 64)}
+    variables = [
+        w for n in range(2) for name, shape in sizes.items() for w in make_dense(f"blocks.{n}.{name}", shape)
+    ]
+    rules = {r".*qkv\.kernel": (None, "model"), r".*proj\.kernel": ("model", None)}
+    plan = costs.plan(rules, [Collective("all_gather", ("model",), 2, BIG, cause)], variables=variables)
+    texts = [str(p) for p in plan.lint() if p.kind == "resharded outputs"]
+
+    assert 2 * count == len(texts)
+    assert all("its fused outputs are resharded over model in each step" in text for text in texts)
 
 
 def test_a_finding_of_a_step_says_what_it_costs():

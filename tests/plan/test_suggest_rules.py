@@ -35,7 +35,7 @@ def test_each_role_and_group_of_blocks_has_one_rule_with_its_reason():
     rules = suggest(make_blocks())
     assert {
         r"tokens\.embeddings$": (
-            "vocabulary: each device along model has some of the 512 rows",
+            "table: each device along model has some of the 512 rows",
             "model",
             None,
         ),
@@ -89,7 +89,8 @@ def test_the_output_of_a_fused_attention_is_a_row_kernel(columns):
     plan = make_plan(variables, rules)
 
     assert {
-        r"blocks\.\d+\.qkv\.kernel$": "column: outputs are sharded, as the inputs of proj are",
+        r"blocks\.\d+\.qkv\.kernel$": "column: outputs are sharded, as the inputs of proj are; "
+        "fused: a split that crosses shards reshards them",
         r"blocks\.\d+\.proj\.kernel$": "row: takes the sharded outputs of qkv, and the sums are all-reduced over model",
     } == {r.pattern: r.reason for r in rules.rules if "kernel" in r.pattern and "fc" not in r.pattern}
     assert [("unsharded", "model"), ("model",), ("model", "unsharded"), ("unsharded",)] == [
@@ -102,6 +103,120 @@ def test_the_output_of_a_fused_attention_is_a_row_kernel(columns):
     }
     plan = make_plan(variables, LayoutMap("batch=2,model=4", swapped, rest="replicated"))
     assert [f"blocks.{n}.proj.kernel" for n in range(2)] == [problem.subject for problem in plan.lint()]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "by_last_axis", "by_first_axis"),
+    [
+        ({"down": (64, 16), "up": (16, 64)}, ["up"], ["down"]),
+        ({"w1": (64, 256), "w2": (256, 64), "w3": (64, 256)}, ["w1", "w3"], ["w2"]),
+        ({"down": (64, 64), "gate": (64, 64), "up": (64, 64)}, ["gate", "up"], ["down"]),
+        ({"gate_up": (64, 512), "out": (256, 64)}, ["gate_up"], ["out"]),
+        ({"w_in": (256, 64), "w_out": (64, 256), "norm": (64,)}, ["w_out"], ["w_in"]),  # (outputs, inputs)
+        ({"expand": (64, 256), "shrink": (256, 64), "norm": (64,)}, ["expand"], ["shrink"]),
+        ({"after": (256, 64), "before": (64, 256), "norm": (64,)}, ["before"], ["after"]),
+        (
+            {f"w{name}": (64, 64 if name in "qo12" else 32) for name in "12koqv"},
+            ["wq", "wk", "wv", "w1"],
+            ["wo", "w2"],
+        ),
+        ({"0.weight": (64, 16), "1.weight": (12, 64)}, ["1.weight"], ["0.weight"]),
+        ({"0.0": (16, 64), "0.1": (64,), "1.0": (64, 64), "2.0": (64, 16)}, ["0.0", "2.0"], ["1.0"]),
+        ({"qkv": (64, 96), "proj": (64, 64)}, ["qkv"], ["proj"]),
+        ({"wte": (512, 64), "head": (64, 512), "wpe": (32, 64)}, ["head"], ["wte", "wpe"]),
+    ],
+)
+def test_roles_of_plain_arrays_follow_from_names_and_shapes(shapes, by_last_axis, by_first_axis):
+    """Two kernels are sharded along the axis between them. Lint checks such arrays, too."""
+    variables = [make_weight(f"layers.{n}.{name}", shape) for n in range(2) for name, shape in shapes.items()]
+    rules = suggest(variables)
+    plan = make_plan(variables, rules)
+
+    for names, specs in ((by_last_axis, ("unsharded", "model")), (by_first_axis, ("model", "unsharded"))):
+        assert dict.fromkeys(names, specs) == {
+            name: plan[f"layers.1.{name}"].layout.sharding_specs for name in names
+        }
+    assert not [rule.reason for rule in rules.rules if "unknown" in rule.reason]
+    assert () == (*plan.problems, *plan.lint())
+    assert "Lint: nothing found; batches are assumed to be sharded over batch" == str(plan.lint())
+
+
+def test_lint_counts_the_sharded_weights_that_it_cannot_check():
+    """Their roles are unknown. A swapped gate of known names is a finding."""
+    variables = [
+        make_weight(name, shape) for name, shape in (("a", (64, 32)), ("b", (16, 64)), ("c", (8, 4)))
+    ]
+    plan = make_plan(variables, LayoutMap("model=4", {"a|b": ("model", None)}, rest="replicated"))
+    gated = [make_weight(name, (64, 256)[:: -1 if name == "w2" else 1]) for name in ("w1", "w2", "w3")]
+    layouts = {"w1": (None, "model"), "w": ("model", None)}
+
+    assert plan.lint().summary == (
+        "nothing found; 2 sharded weights of unknown use not checked; the batch dim is not known"
+    )
+    assert [("swapped", "w3")] == [
+        (problem.kind, problem.subject)
+        for problem in make_plan(gated, LayoutMap("batch=2,model=4", layouts)).lint()
+    ]
+
+
+def test_kernels_of_fused_projections_have_any_order():
+    """A model can list the output projection first. Its name and the sizes are the evidence."""
+    sizes = {
+        "attn.o_proj": (64, 64),
+        "attn.qkv_proj": (64, 128),
+        "mlp.gate_up_proj": (64, 256),
+        "mlp.down_proj": (128, 64),
+    }
+    variables = [
+        make_weight(f"layers.0.{name}.kernel", shape, "in.0", "out.0") for name, shape in sizes.items()
+    ]
+    plan = make_plan(variables, suggest(variables))
+
+    assert {
+        "attn.o_proj": ("model", "unsharded"),
+        "attn.qkv_proj": ("unsharded", "model"),
+        "mlp.gate_up_proj": ("unsharded", "model"),
+        "mlp.down_proj": ("model", "unsharded"),
+    } == {name: plan[f"layers.0.{name}.kernel"].layout.sharding_specs for name in sizes}
+    assert () == (*plan.problems, *plan.lint())
+
+
+def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
+    """Its blocks are in one list. A head that no layer follows has another reason."""
+    variables = [
+        w
+        for n in range(2)
+        for name, sizes in (("into", (64, 256)), ("back", (256, 64)))
+        for w in make_dense(f"{name}_{n}", sizes)
+    ]
+    rules = suggest([*variables, *make_dense("logits", (64, 512))])
+
+    assert {
+        r"into_\d+\.kernel$": "column: outputs are sharded, as the inputs of the next layer are",
+        r"back_\d+\.kernel$": "row: takes the sharded outputs of the layer before, "
+        "and the sums are all-reduced over model",
+        r"logits\.kernel$": "column: outputs are sharded, and no layer was found that takes them as inputs",
+    } == {rule.pattern: rule.reason for rule in rules.rules if "kernel" in rule.pattern}
+
+
+def test_stacked_layers_are_no_experts():
+    """Their norm has an axis of the layers and one of the features, as a router has of experts and features."""
+    layers = {"w1": (4, 64, 256), "w2": (4, 256, 64), "norm": (4, 64)}
+    rules = suggest([make_weight(f"layers.{name}", shape) for name, shape in layers.items()])
+
+    assert not any(word in rule.reason for rule in rules.rules for word in ("expert", "router"))
+
+
+@pytest.mark.parametrize("shape", [(64, 8), (8, 64)])
+def test_a_router_of_unknown_use_is_replicated(shape):
+    """Its axes are the features and the experts, and its name shows that they are in the other order."""
+    experts = [make_weight(f"mlp.experts.{name}", (8, 64, 128)) for name in ("gate_up", "down")]
+    rules = suggest([make_weight("mlp.gate.weight", shape), *experts])
+
+    assert {
+        r"mlp\.gate\.weight$": "router: replicated, because each device scores all experts",
+        r"mlp\.experts\.(gate_up|down)$": "experts: each device has 2 of 8 experts",
+    } == {rule.pattern: rule.reason for rule in rules.rules}
 
 
 def test_stacked_experts_are_sharded_and_their_router_is_replicated():
@@ -153,7 +268,7 @@ def test_an_odd_tied_weight_has_its_rule_under_all_paths():
         (
             make_blocks(rows=509),
             "tokens",
-            "vocabulary: sharded by features: model=16 does not divide axis 0 of 509",
+            "table: sharded by features: model=16 does not divide axis 0 of 509",
         ),
         (
             [*make_dense("head", (64, 256))],

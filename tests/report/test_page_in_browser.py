@@ -525,7 +525,7 @@ def test_variables_without_a_rule_are_reported_as_one(browser, show):
     assert [f"warning no rule matches these {len(found)}, so they are replicated;"] == [
         each.partition(" add rules")[0] for each in told if "no rule matches" in each
     ]
-    assert r'add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = (None,)' in "".join(told)
+    assert r"""add a rule: layout_map[r"blocks\.\d+\.up\.bias$"] = ('model',)""" in "".join(told)
     find(browser, "#problems .listed .link").click()
     assert "blocks.0.up.bias" == chosen(browser)
 

@@ -69,6 +69,34 @@ def find_gathered_weight_problems(cost: Cost, linted: LintedPlan) -> Iterator[Pr
             )
 
 
+def find_resharded_output_problems(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
+    """Yield a problem for each fused kernel with outputs that are resharded, because a split of them crosses shards."""
+    for w in linted.kernels:
+        taker = linted.fused_kernels.get(id(w))
+        dims = {*w.list_dims(w.list_axes("out")[0])} - {*linted.batch_dims}
+        # The layer that contains both kernels splits the outputs, so it is the cause.
+        found = [
+            c
+            for c in cost.step.collectives
+            if c.kind in ("all_gather", "all_to_all", "permute")
+            and dims & {*c.dims}
+            and not cost.is_overlapped(c)
+            if replace_numbers_with_stars(c.cause) == replace_numbers_with_stars(w.block)
+        ]
+        if taker is None or not any(_iterate_costly_causes(cost, found)):
+            continue
+        yield Problem(
+            "resharded outputs",
+            "warning",
+            w.path,
+            f"{w.path}: its fused outputs are resharded over {' and '.join(sorted(dims))} in each step",
+            (("layout", w.layout_text), *_make_traffic_facts(cost, found)),
+            f"they are split into parts before {taker.layer_name}, and each part is on other devices than the rest",
+            "order them so that each device has some of every part, as (heads, 3, size) for query, key, and value; "
+            "use one kernel for each part; or replicate this kernel",
+        )
+
+
 def find_summed_activation_problems(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
     """Yield a problem for each layer with an activation that is all-reduced over the dim that shards the batch."""
     batch = linted.batch_dim
@@ -123,4 +151,9 @@ def find_costly_dim_problems(cost: Cost, linted: LintedPlan) -> Iterator[Problem
         )
 
 
-COST_CHECKS = (find_gathered_weight_problems, find_summed_activation_problems, find_costly_dim_problems)
+COST_CHECKS = (
+    find_gathered_weight_problems,
+    find_resharded_output_problems,
+    find_summed_activation_problems,
+    find_costly_dim_problems,
+)

@@ -187,6 +187,12 @@ class _ReasonMaker:
             for block in self._linted.blocks
             for w in self._linted.find_attention_kernels(block).values()
         }
+        self._previous_kernels = LayoutSuggestions(self._linted).previous_kernels
+        self._kernels_before_row_kernels = {
+            id(before)
+            for w in self._linted.kernels
+            if (before := self._previous_kernels.get(id(w))) and w.layout.num_shards(w.list_axes("in")[0]) > 1
+        }
         self._dim = dim
         self._batch_dims = batch_dims
 
@@ -206,9 +212,9 @@ class _ReasonMaker:
             return self._explain_sharding_without_role(a, axis)
         role = w.use.roles[axis].partition(".")[0]
         if role == "rows":
-            return f"vocabulary: each device along {over} has some of the {shape[axis]} rows"
+            return f"table: each device along {over} has some of the {shape[axis]} rows"
         if w.list_axes("rows"):
-            return "vocabulary: sharded by features" + self._explain_why_uneven(shape, w.list_axes("rows"))
+            return "table: sharded by features" + self._explain_why_uneven(shape, w.list_axes("rows"))
         if not w.list_axes("in"):
             return "bias: sharded as the output of its kernel"
         if id(w) in self._parts:
@@ -218,21 +224,36 @@ class _ReasonMaker:
     def _explain_kernel_sharding(self, w: Weight, role: str, over: str) -> str:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
         names = ", ".join(dict.fromkeys(other.layer_name for other in others))
+        previous = self._previous_kernels.get(id(w))
+        # The layers of a chain differ in numbers, and one reason is for all of them, so name no layer.
+        if role == "out" and not names and id(w) in self._kernels_before_row_kernels:
+            names = "the next layer"
+        if (
+            role == "in"
+            and not names
+            and previous is not None
+            and previous.layout.num_shards(previous.list_axes("out")[0]) > 1
+        ):
+            names = "the layer before"
         if role == "out":
             takers = (
                 f"as the inputs of {names} are"
                 if names
                 else "and no layer was found that takes them as inputs"
             )
-            return f"column: outputs are sharded, {takers}"
+            split = (
+                "; fused: a split that crosses shards reshards them"
+                if id(w) in self._linted.fused_kernels
+                else ""
+            )
+            return f"column: outputs are sharded, {takers}{split}"
         source = f"the sharded outputs of {names}" if names else "inputs in shards"
         if is_attention_output(w) and not names:
             source = "the heads of each device"
         return f"row: takes {source}, and the sums are all-reduced over {over}"
 
     def _explain_sharding_without_role(self, a: Assignment, axis: int) -> str:
-        is_stack = id(a) in self._linted.experts.stacks or (a.layout.rank > 2 and "expert" in a.variable.path)
-        if axis == 0 and is_stack:
+        if axis == 0 and self._linted.is_expert_stack(a):
             return f"experts: each device has {a.shard_shape[0]} of {a.variable.shape[0]} experts"
         return f"unknown role: axis {axis} is sharded because its size divides evenly"
 

@@ -15,11 +15,13 @@
 and, if the plan has the cost of a step:
 
     "gathered weight"        a weight is gathered over a dim that does not shard the batch
+    "resharded outputs"      the outputs of a fused kernel are resharded, because a split of them crosses shards
     "summed activation"      activations are reduced over the dim of the batch
     "dim that only costs"    bytes are sent along a dim, although its devices repeat the same computation
 
 Most checks need the roles of a weight's axes in its layer (`AxesUse`), which adapters find for the layers of their
-libraries. A weight with unknown roles is not checked.
+libraries. Other roles are inferred from names and shapes, if these are clear. Weights with unknown roles are counted,
+but not checked.
 """
 
 from __future__ import annotations
@@ -53,12 +55,14 @@ class Findings:
         is_known: Whether the user or the model determines `batch_dim`, so that it is not guessed from activation rules
             or from the name of a dim.
         num_errors: The number of the plan's errors. Variables that do not fit their layouts are not checked.
+        num_unknown: The number of sharded weights with several axes of unknown roles, which most checks leave out.
     """
 
     problems: tuple[Problem, ...]
     batch_dim: BatchDim | None
     is_known: bool = False
     num_errors: int = 0
+    num_unknown: int = 0
 
     def __iter__(self) -> Iterator[Problem]:
         return iter(self.problems)
@@ -84,6 +88,8 @@ class Findings:
         found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
         if self.num_errors:
             found += f" beside {format_count(self.num_errors, 'error')} of the plan"
+        if self.num_unknown:
+            found += f"; {format_count(self.num_unknown, 'sharded weight')} of unknown use not checked"
         if self.batch_dim:
             how = "are sharded" if self.is_known else "are assumed to be sharded"
             return f"{found}; batches {how} over {escape_text(format_batch_dim(self.batch_dim))}"
@@ -106,7 +112,7 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
     found = [*add_rule_changes_to_fixes(findings, plan)]
     if plan.cost is not None:
         found += load_cost_package().find_cost_problems(linted)
-    return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors))
+    return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors), len(linted.unchecked_weights))
 
 
 def make_linted_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[LintedPlan, bool]:

@@ -16,7 +16,7 @@ from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
     is_attention_output,
-    iterate_fused_attention_pairs,
+    iterate_fused_pairs,
     make_sibling_key,
 )
 
@@ -71,7 +71,7 @@ class LayoutSuggestions:
             return sibling
         if id(w) in self._row_sharded_kernel_ids:
             dims = self._remove_batch_dims(
-                self._previous_kernels[id(w)].list_dims(self._previous_kernels[id(w)].list_axes("out")[0])
+                self.previous_kernels[id(w)].list_dims(self.previous_kernels[id(w)].list_axes("out")[0])
             )
             row = self._make_even_layout(w, into, dims) if dims else self._shard_over_largest_dim(w, into)
             return row or self._shard_over_batch_dim(w, out)
@@ -187,7 +187,7 @@ class LayoutSuggestions:
         return found
 
     @cached_property
-    def _previous_kernels(self) -> Mapping[int, Weight]:
+    def previous_kernels(self) -> Mapping[int, Weight]:
         """A dict from the id of a kernel to the last kernel before it in the block with outputs of its input size."""
         found: dict[int, Weight] = {}
         for block in self._linted.blocks:
@@ -196,7 +196,7 @@ class LayoutSuggestions:
                 if w.list_axis_sizes("in") in outputs:
                     found[id(w)] = outputs[w.list_axis_sizes("in")]
                 outputs[w.list_axis_sizes("out")] = w
-            found |= {id(taker): fused for fused, taker in iterate_fused_attention_pairs(block)}
+            found |= {id(taker): fused for fused, taker in iterate_fused_pairs(block)}
         return found
 
     @cached_property
@@ -204,7 +204,7 @@ class LayoutSuggestions:
         """The ids of kernels to shard by input axes, because the kernels before them are sharded by output axes."""
         rows: set[int] = set()
         for w in self._linted.kernels:
-            before = self._previous_kernels.get(id(w))
+            before = self.previous_kernels.get(id(w))
             if id(w) in self._linted.kernels_after and id(w) not in self._linted.kernels_before:
                 continue  # the first kernel of a pair is sharded by its output axis, and only the second by its input
             if before is not None and id(before) not in rows and id(w) not in self._qkv_by_id:

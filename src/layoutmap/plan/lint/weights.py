@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -15,15 +14,16 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.variables import Assignment, AxesUse, Kind
+from layoutmap.plan.lint.inferred_roles import (
+    ATTENTION_OUTPUT,
+    ATTENTION_PARTS,
+    FIRST_KERNEL,
+    FUSED_QKV,
+    ROUTER,
+    SECOND_KERNEL,
+    infer_axis_uses,
+)
 from layoutmap.plan.table import PlanTable
-
-# Layer names of query, key, and value projections, and of output projections.
-_PARTS = {
-    part: re.compile(rf"(.*_)?({part[0]}|{part})(_(dense|proj|projector|projection))?")
-    for part in ("query", "key", "value")
-}
-_FUSED = re.compile(r"(.*_)?w?(qkv|query_key_value)(_(dense|proj|projector|projection))?")
-_TAKES_HEADS = re.compile(r"o|((attention_)?(o|out|output))(_(dense|proj|projector|projection))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Weight:
 
     assignment: Assignment
     use: AxesUse
+    layer: str
+    """The path of its layer."""
     gathered_dims: tuple[str, ...] = ()
     batch_dims: tuple[str, ...] = ()
 
@@ -49,11 +51,6 @@ class Weight:
     def layout(self) -> Layout:
         """The layout of the weight."""
         return self.assignment.layout
-
-    @property
-    def layer(self) -> str:
-        """The path of its layer."""
-        return self.path.rpartition(".")[0]
 
     @property
     def block(self) -> str:
@@ -138,10 +135,17 @@ class LintedPlan:
         self.plan = plan
         self.batch_dim = batch_dim
         self.batch_dims = list_batch_dims(batch_dim)
+        fitting = [a for a in plan.assignments if a.variable.kind is Kind.WEIGHT and a.fits]
+        uses = {
+            v.key: (v.use, v.path.rpartition(".")[0]) for a in fitting if (v := a.variable).use is not None
+        }
+        # JAX sorts the keys of a dict, so `down` is before `up`. The inferred uses are in the order of the call.
+        uses |= infer_axis_uses(a.variable for a in plan.assignments)
+        by_key = {a.variable.key: a for a in fitting}
         self.weights = [
-            Weight(a, a.variable.use, plan.gathered_dims, self.batch_dims)
-            for a in plan.assignments
-            if a.variable.use is not None and a.variable.kind is Kind.WEIGHT and a.fits
+            Weight(by_key[key], use, layer, plan.gathered_dims, self.batch_dims)
+            for key, (use, layer) in uses.items()
+            if key in by_key
         ]
 
     @cached_property
@@ -202,8 +206,8 @@ class LintedPlan:
     def experts(self) -> Experts:
         """The stacked weights of experts, and the kernels of their routers.
 
-        A router has the axes (features, experts). Beside it are two stacks or more. The first axis of each is that of
-        the experts, and another one has the size of the features.
+        A router has the axes (features, experts), or in the other order as its use or its name shows. Beside it are
+        two stacks or more. The first axis of each is that of the experts, and another one has the size of the features.
         """
         weights = [a for a in self.plan.assignments if a.variable.kind is Kind.WEIGHT]
         stacks: dict[tuple[str, str, int], list[Assignment]] = defaultdict(list)
@@ -217,15 +221,43 @@ class LintedPlan:
             v = a.variable
             if len(v.shape) != 2:
                 continue
-            features, count = v.shape[::-1] if v.use and v.use.roles[0].startswith("out") else v.shape
+            # Stacked layers have norms of (layers, features), so a router of unknown use in this order needs its name.
+            orders = (v.shape, v.shape[::-1])[: 1 + bool(v.use is None and ROUTER.search(v.path))]
+            if v.use and v.use.roles[0].startswith("out"):
+                orders = (v.shape[::-1],)
             layer = v.path.rpartition(".")[0]
-            for module in (layer, layer.rpartition(".")[0]):
+            for (features, count), module in itertools.product(orders, (layer, layer.rpartition(".")[0])):
                 members = [each for each in stacks.get((v.model, module, count), ()) if each is not a]
                 kernels = [each for each in members if len(each.variable.shape) == 3]
                 if len(kernels) > 1 and all(features in each.variable.shape[1:] for each in kernels):
                     found |= {id(each) for each in members}
                     routers.add(id(a))
         return Experts(found - routers, routers)
+
+    def is_expert_stack(self, a: Assignment) -> bool:
+        """Return whether a weight is a stack of experts, by its router or by its path."""
+        return id(a) in self.experts.stacks or (len(a.variable.shape) > 2 and "expert" in a.variable.path)
+
+    @cached_property
+    def unchecked_weights(self) -> list[Assignment]:
+        """The sharded weights with several axes of unknown roles, which the checks of roles leave out."""
+        known = {id(w.assignment) for w in self.weights} | self.experts.routers
+        return [
+            a
+            for a in self.plan.assignments
+            if a.variable.kind is Kind.WEIGHT
+            and a.variable.parent is None
+            and len(a.variable.shape) > 1
+            and not a.layout.is_fully_replicated()
+            and a.fits
+            and id(a) not in known
+            and not self.is_expert_stack(a)
+        ]
+
+    @cached_property
+    def fused_kernels(self) -> Mapping[int, Weight]:
+        """A dict from the id of each fused kernel to the kernel after the split of its outputs."""
+        return {id(fused): taker for block in self.blocks for fused, taker in iterate_fused_pairs(block)}
 
     @cached_property
     def siblings(self) -> Mapping[object, Sequence[Weight]]:
@@ -238,7 +270,8 @@ class LintedPlan:
     def find_attention_kernels(self, block: Sequence[Weight]) -> dict[str, Weight]:
         """Return the query, key, and value kernels of a block by these names, or {} if it lacks one or has several."""
         found = {
-            part: [w for w in block if pattern.fullmatch(w.layer_name)] for part, pattern in _PARTS.items()
+            part: [w for w in block if pattern.fullmatch(w.layer_name)]
+            for part, pattern in ATTENTION_PARTS.items()
         }
         return {part: each[0] for part, each in found.items()} if _has_one_kernel_per_part(found) else {}
 
@@ -271,10 +304,10 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
     """Yield each pair of kernels in a block in which the second takes the output of the first.
 
     These are kernels with the output sizes that only one other kernel has as input sizes, and the kernels of
-    `iterate_fused_attention_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are
-    found by the names of their layers.
+    `iterate_fused_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are
+    found by the names of their layers, and so are two square kernels such as up and down.
     """
-    yield from iterate_fused_attention_pairs(block)
+    yield from iterate_fused_pairs(block)
     order = {id(w): number for number, w in enumerate(block)}
     outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
     ins: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
@@ -294,24 +327,57 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
         and query.list_axis_sizes("out") == query.list_axis_sizes("in") == takers[0].list_axis_sizes("in")
     ):
         yield query, takers[0]
+    seconds = [
+        w
+        for w in block
+        if SECOND_KERNEL.fullmatch(w.layer_name) and not (query is not None and is_attention_output(w))
+    ]
+    if len(seconds) == 1 and seconds[0].list_axis_sizes("in") == seconds[0].list_axis_sizes("out"):
+        firsts = [w for w in outs[seconds[0].list_axis_sizes("in")] if FIRST_KERNEL.fullmatch(w.layer_name)]
+        yield from (
+            (first, seconds[0])
+            for first in firsts
+            if first.list_axis_sizes("in") == first.list_axis_sizes("out")
+        )
 
 
-def iterate_fused_attention_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Yield each fused query, key, and value kernel of a block with the output kernel of its attention.
+def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield each fused kernel of a block, of query, key, and value or of gate and up, with the one after the split.
 
-    The output kernel is the next one, and it takes a third of the fused columns. With fewer heads of keys than of
-    queries it takes more, so the fused kernel is then found by the name of its layer.
+    By their shapes alone, these are two consecutive kernels, of which the second takes a third or a half of the outputs
+    of the first. By the names of their layers, they have any order. With fewer heads of keys than of queries, the
+    second takes more than a third.
     """
+    found: dict[int, tuple[Weight, Weight]] = {}
     for fused, taker in itertools.pairwise(block):
-        if fused.list_axis_sizes("in") != taker.list_axis_sizes("out"):
-            continue
-        match fused.list_axis_sizes("out"), taker.list_axis_sizes("in"):
-            case (columns,), (width,) if columns == 3 * width or (
-                columns > width and _FUSED.fullmatch(fused.layer_name)
-            ):
-                yield fused, taker
-            case _:
-                pass
+        parts = _count_fused_parts(fused, taker)
+        is_glu = parts == 2 and fused.list_axis_sizes("in") != taker.list_axis_sizes("in")
+        if parts == 3 or is_glu or (parts and FUSED_QKV.fullmatch(fused.layer_name)):
+            found[id(fused)] = fused, taker
+    for fused_name, taker_name, is_qkv in (
+        (FUSED_QKV, ATTENTION_OUTPUT, True),
+        (FIRST_KERNEL, SECOND_KERNEL, False),
+    ):
+        named = [w for w in block if fused_name.fullmatch(w.layer_name)]
+        takers = [w for w in block if taker_name.fullmatch(w.layer_name)]
+        for fused in named:
+            fitting = [
+                w for w in takers if (parts := _count_fused_parts(fused, w)) and (is_qkv or parts == 2)
+            ]
+            if len(fitting) == 1:
+                found[id(fused)] = fused, fitting[0]
+    yield from found.values()
+
+
+def _count_fused_parts(fused: Weight, taker: Weight) -> float:
+    """Return the outputs of a kernel per input of another one, or 0 if it has not more, or the kernels do not fit."""
+    if fused.list_axis_sizes("in") != taker.list_axis_sizes("out"):
+        return 0
+    match fused.list_axis_sizes("out"), taker.list_axis_sizes("in"):
+        case (columns,), (width,) if columns > width:
+            return columns / width
+        case _:
+            return 0
 
 
 def _has_one_kernel_per_part(kernels_by_part: dict[str, list[Weight]]) -> bool:
@@ -325,7 +391,7 @@ def is_attention_output(weight: Weight) -> bool:
 
 def is_attention_output_name(layer_name: str) -> bool:
     """Return whether a layer has the name of an output projection of attention."""
-    return _TAKES_HEADS.fullmatch(layer_name) is not None
+    return ATTENTION_OUTPUT.fullmatch(layer_name) is not None
 
 
 def make_sibling_key(a: Assignment) -> object:

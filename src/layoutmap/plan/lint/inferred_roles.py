@@ -1,0 +1,283 @@
+"""Infer the roles of axes from names and shapes, for weights of unknown use in the model.
+
+A pytree of parameters, or a layer in the user's own code, does not tell how the model uses an array. Known roles of
+adapters are never changed. An array is left without roles unless its name and its shape, or two shapes, agree:
+
+    attention       wq, wk, wv, wo, as in `{"wq": (64, 64), "wk": (64, 32), "wv": (64, 32), "wo": (64, 64)}`
+    two kernels     up and down, w1 and w3 before w2: (64, 256) and (256, 64), by names, or as the only such pair
+    chain           layers of one name with numbers: (16, 64), (64, 64), (64, 10)
+    single kernel   an array `kernel`, or one beside a bias of the size of one of its axes, or `head`
+    table           `embed`, `wte`, `wpe`
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from layoutmap.core.paths import split_path_at_numbers
+from layoutmap.core.variables import AxesUse, Kind, VariableSpec
+
+ATTENTION_PARTS = {
+    part: re.compile(rf"(.*_)?w?({part[0]}|{part})(_(dense|proj|projector|projection))?")
+    for part in ("query", "key", "value")
+}
+FUSED_QKV = re.compile(r"(.*_)?w?(qkv|query_key_value)(_(dense|proj|projector|projection))?")
+ATTENTION_OUTPUT = re.compile(r"w?_?o|((attention_)?(o|out|output))(_(dense|proj|projector|projection))?")
+_END = "(_(proj|projection|dense|kernel|weight|w))?"
+FIRST_KERNEL = re.compile(
+    rf"(.*_)?((w|fc|linear|dense)_?([13]|in)|w?_?(i|i_[01]|in|up|gate|gate_up|gate_and_up)|c_fc){_END}"
+)
+SECOND_KERNEL = re.compile(rf"(.*_)?((w|fc|linear|dense)_?(2|o|out)|down|out|c_proj|proj){_END}")
+_PROJECTION = re.compile(r"(.*_)?proj")
+_TABLE = re.compile(r"(?!.*(unembed|patch|time|proj|norm))(.*_)?(wte|wpe|emb|embed.*|tokens?|vocab.*)")
+ROUTER = re.compile(r"(^|[._])(router|gate)(\.[^.]+)?$")
+_HEAD = re.compile(r"(.*_)?(head|logits|unembed(ding)?|classifier|predictions)")
+_KERNEL = re.compile(r"kernel|weights?|w|W|\d+")  # the name of an array that says nothing about its layer
+_BIAS = re.compile(r"b|bias|\d+")
+
+
+class InferredUse(NamedTuple):
+    """The inferred roles of the axes of a weight, and the path of its layer, which is its own path for many arrays."""
+
+    use: AxesUse
+    layer: str
+
+
+class _Array(NamedTuple):
+    """An array of unknown use, with the path and the name of its layer."""
+
+    variable: VariableSpec
+    layer: str
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.variable.shape
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether its first axis is probably the output, as in a torch or Equinox `weight`."""
+        return self.variable.path.rpartition(".")[2] == "weight"
+
+
+_Roles = Iterator[tuple[_Array, tuple[str, ...]]]
+
+
+def infer_axis_uses(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, str], InferredUse]:
+    """Return a dict from the key of each weight of unknown use to its inferred use, without those that stay unknown."""
+    weights = [v for v in variables if v.kind is Kind.WEIGHT]
+    unknown = [v for v in weights if v.use is None and v.parent is None]
+    if not any(len(v.shape) > 1 for v in unknown):
+        return {}
+    counts = Counter(size for v in weights for size in v.shape)
+    containers: dict[tuple[str, str], list[VariableSpec]] = defaultdict(list)
+    for v in unknown:
+        containers[v.model, v.path.rpartition(".")[0]].append(v)
+    blocks: dict[tuple[str, str], list[_Array]] = defaultdict(list)
+    for (model, _), members in containers.items():
+        for array in _find_arrays(members):
+            blocks[model, array.layer.rpartition(".")[0]].append(array)
+    found: dict[tuple[str, str], InferredUse] = {}
+    for block in blocks.values():
+        for infer in (
+            _infer_tables,
+            _infer_attention,
+            partial(_infer_named_kernels, counts=counts),
+            partial(_infer_chain, least=3),
+            partial(_infer_transposed_kernels, counts=counts),
+            partial(_infer_chain, least=2),
+            partial(_infer_single_kernels, containers=containers),
+        ):
+            rest = [array for array in block if array.variable.key not in found]
+            found |= {
+                array.variable.key: InferredUse(AxesUse(roles), array.layer) for array, roles in infer(rest)
+            }
+        for array in block:
+            if use := found.get(array.variable.key):
+                found |= _infer_biases(array, use, containers)
+    return found
+
+
+def _find_arrays(container: Sequence[VariableSpec]) -> Iterator[_Array]:
+    """Yield the arrays of a container with more than one axis, each with its layer.
+
+    The container is the layer if its only kernel has a general name, as in `{"kernel": .., "bias": ..}` or `(w, b)`.
+    """
+    arrays = [v for v in container if len(v.shape) > 1 and v.path.rpartition(".")[2] not in ("b", "bias")]
+    for v in arrays:
+        layer, _, name = v.path.rpartition(".")
+        is_container = len(arrays) == 1 and layer and _KERNEL.fullmatch(name)
+        path = layer if is_container else v.path
+        yield _Array(v, path, path.rpartition(".")[2])
+
+
+def _infer_tables(block: Sequence[_Array]) -> _Roles:
+    """Yield the roles of embedding tables."""
+    for array in block:
+        if len(array.shape) == 2 and _TABLE.fullmatch(array.name):
+            yield array, ("rows", "out.0")
+
+
+def _infer_attention(block: Sequence[_Array]) -> _Roles:
+    """Yield the roles of the query, key, value, and output kernels of a block, fused or not, by their names."""
+    outputs = [a for a in block if ATTENTION_OUTPUT.fullmatch(a.name)]
+    projections = [a for a in block if _PROJECTION.fullmatch(a.name)]
+    for fused in block:
+        if len(fused.shape) == 2 and FUSED_QKV.fullmatch(fused.name):
+            out = int(fused.shape[1] > fused.shape[0])
+            for taker in (*projections, *outputs):
+                is_matrix = len(taker.shape) == 2 and taker.shape[out] == fused.shape[1 - out]
+                if is_matrix and taker.shape[1 - out] < fused.shape[out]:
+                    yield fused, _make_roles(out)
+                    yield taker, _make_roles(out)
+                    return
+    parts = [[a for a in block if pattern.fullmatch(a.name)] for pattern in ATTENTION_PARTS.values()]
+    if any(len(part) != 1 for part in parts) or len({len(part[0].shape) for part in parts}) > 1:
+        return
+    query, key, value = (part[0] for part in parts)
+    takers = [a for a in outputs if len(a.shape) == len(query.shape)]
+    if len(query.shape) == 3:  # (features, heads, size), and (heads, size, features) of the output
+        for array in (query, key, value):
+            yield array, ("in.0", "out.0", "out.1")
+        for taker in takers:
+            if taker.shape == (*query.shape[1:], query.shape[0]):
+                yield taker, ("in.0", "in.1", "out.0")
+    elif len(query.shape) == 2:
+        into = {*query.shape} & {*key.shape} & {*value.shape}
+        known = [axis for axis in (0, 1) if any(a.shape[1 - axis] not in into for a in (query, key, value))]
+        out = 1 - known[0] if len(known) == 1 else int(not query.is_transposed)
+        for array in (query, key, value):
+            yield array, _make_roles(out)
+        for taker in [a for a in takers if a.shape == query.shape[::-1]][:1]:
+            yield taker, _make_roles(out)
+
+
+def _infer_named_kernels(block: Sequence[_Array], counts: Mapping[int, int]) -> _Roles:
+    """Yield the roles of kernels and of the one that takes their outputs, by names such as up and down, w1 and w2."""
+    arrays = [array for array in block if len(array.shape) == 2]
+    seconds = [array for array in arrays if SECOND_KERNEL.fullmatch(array.name)]
+    if len(seconds) == 1:
+        firsts = [array for array in arrays if FIRST_KERNEL.fullmatch(array.name)]
+        yield from _infer_two_kernels(firsts, seconds[0], counts)
+
+
+def _infer_transposed_kernels(block: Sequence[_Array], counts: Mapping[int, int]) -> _Roles:
+    """Yield the roles of kernels and of the one that takes their outputs, if only these have transposed shapes."""
+    shapes: dict[tuple[int, ...], list[_Array]] = defaultdict(list)
+    for array in block:
+        if len(array.shape) == 2:
+            shapes[array.shape].append(array)
+    pairs = [
+        (group, shapes[shape[::-1]])
+        for shape, group in shapes.items()
+        if shape[0] < shape[1] and shape[::-1] in shapes
+    ]
+    if len(pairs) == 1 and min(map(len, pairs[0])) == 1:
+        wide, tall = pairs[0]
+        shared = max((1, 0), key=lambda axis: -counts[wide[0].shape[axis]])  # the wider one of equal counts
+        is_wide_first = len(tall) == 1 and (len(wide) > 1 or bool(shared) != wide[0].is_transposed)
+        firsts, (second, *_) = (wide, tall) if is_wide_first else (tall, wide)
+        yield from _infer_two_kernels(firsts, second, counts)
+
+
+def _infer_two_kernels(firsts: Sequence[_Array], second: _Array, counts: Mapping[int, int]) -> _Roles:
+    """Yield the roles of kernels and of the one that takes their outputs, without kernels of other shapes.
+
+    Args:
+        firsts: The kernels with the outputs.
+        second: The kernel after them.
+        counts: How often each size occurs in the model. The size between the kernels occurs less often than the width
+            of the model, or is the larger one.
+    """
+    axes = {id(first): _list_output_axes(first, second) for first in firsts if first is not second}
+    if not any(axes.values()):
+        return
+    out = max(
+        (axis for fitting in axes.values() for axis in fitting),
+        key=lambda axis: (
+            -counts[second.shape[1 - axis]],
+            second.shape[1 - axis],
+            axis != second.is_transposed,
+        ),
+    )
+    for first in firsts:
+        if out in axes.get(id(first), ()):
+            yield first, _make_roles(out)
+    yield second, _make_roles(out)
+
+
+def _list_output_axes(first: _Array, second: _Array) -> Sequence[int]:
+    """Return the axes that can be the outputs of two kernels, if the second takes the output of the first, or half."""
+    return [
+        out
+        for out in (0, 1)
+        if first.shape[1 - out] == second.shape[out]
+        and first.shape[out] in (second.shape[1 - out], 2 * second.shape[1 - out])
+    ]
+
+
+def _infer_chain(block: Sequence[_Array], least: int) -> _Roles:
+    """Yield the roles of `least` kernels or more with equal names but numbers, each of which takes the output before.
+
+    The order of two is less certain than their shapes: the first module that flax numbers can be the second to run.
+    """
+    chains: dict[tuple[str, ...], list[_Array]] = defaultdict(list)
+    for array in block:
+        if len(array.shape) == 2:
+            chains[split_path_at_numbers(array.layer)].append(array)
+    for chain in chains.values():
+        out = int(not chain[0].is_transposed)
+        if len(chain) >= least and all(
+            a.shape[out] == b.shape[1 - out] for a, b in itertools.pairwise(chain)
+        ):
+            for array in chain:
+                yield array, _make_roles(out)
+
+
+def _infer_single_kernels(
+    block: Sequence[_Array], containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
+) -> _Roles:
+    """Yield the roles of kernels that a name or a bias shows."""
+    for array in block:
+        if len(array.shape) != 2:
+            continue
+        is_kernel = array.variable.path.endswith(".kernel") or _HEAD.fullmatch(array.name)
+        biases = {bias.shape[0] for bias in _list_biases(array, containers) if len(bias.shape) == 1}
+        fitting = [axis for axis in (0, 1) if array.shape[axis] in biases]
+        if fitting or is_kernel:
+            yield array, _make_roles(fitting[0] if len(fitting) == 1 else int(not array.is_transposed))
+
+
+def _infer_biases(
+    kernel: _Array, use: InferredUse, containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
+) -> Iterator[tuple[tuple[str, str], InferredUse]]:
+    """Yield the key and the use of each bias of a kernel."""
+    outs = {role: kernel.shape[axis] for axis, role in enumerate(use.use.roles) if role.startswith("out")}
+    for bias in _list_biases(kernel, containers) if "rows" not in use.use.roles else ():
+        if bias.shape == tuple(outs.values()):
+            yield bias.key, InferredUse(AxesUse(tuple(outs)), kernel.layer)
+
+
+def _list_biases(
+    kernel: _Array, containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
+) -> Sequence[VariableSpec]:
+    """Return the arrays beside a kernel that have the name of a bias: `bias` beside `kernel`, `b1` beside `w1`."""
+    container, _, name = kernel.variable.path.rpartition(".")
+    names = {re.sub("^w", "b", name), f"{name}_bias", f"{name}_b", f"b_{name}"} - {name}
+    is_own_layer = kernel.layer == kernel.variable.path
+    return [
+        v
+        for v in containers[kernel.variable.model, container]
+        if (leaf := v.path.rpartition(".")[2]) in names or (not is_own_layer and _BIAS.fullmatch(leaf))
+        if v is not kernel.variable
+    ]
+
+
+def _make_roles(out: int) -> tuple[str, str]:
+    """Return the roles of a kernel with two axes, of which `out` is the output."""
+    return ("in.0", "out.0") if out else ("out.0", "in.0")
