@@ -62,7 +62,9 @@ def show_plans(plans: dict[str, lm.Plan]) -> None:
         for assignment in plan.assignments:
             module, _, name = assignment.variable.path.rpartition(".")
             module = re.sub(r"\.\d+\.", ".*.", module)
-            layout = ", ".join(str(spec).replace("unsharded", "-") for spec in assignment.layout.sharding_specs)
+            layout = ", ".join(
+                str(spec).replace("unsharded", "-") for spec in assignment.layout.sharding_specs
+            )
             lines.setdefault((module, name in ("bias", "beta")), {})[library] = f"{name:11}({layout})"
     print(f"{'':27}" + "".join(f"{library:26}" for library in plans))
     for (module, _), cells in lines.items():
