@@ -299,9 +299,7 @@ def test_an_existing_optimizer_without_a_mesh_is_sharded_like_the_weights(tmp_pa
     make: Callable[[], Any] = lambda: MODELS["feedforward"]().model  # noqa: E731
     if kind == "pytree":
         make = lambda: nnx.to_pure_dict(nnx.state(MODELS["feedforward"]().model))  # noqa: E731
-    new: Callable[[Any], Any] = lambda m: (
-        nnx.Optimizer(m, tx, wrt=nnx.Param) if kind == "module" else tx.init(m)
-    )  # noqa: E731
+    new = (lambda m: nnx.Optimizer(m, tx, wrt=nnx.Param)) if kind == "module" else tx.init
     model = layout_map.build(make, library="jax")
     optimizer = layout_map.build_optimizer(tx, model)
     lm.save(model, tmp_path, optimizer=optimizer)

@@ -72,6 +72,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "cli_models.py").write_text(MODELS)
     (tmp_path / "cli_models_of_jax.py").write_text(MODELS_OF_JAX)
     (tmp_path / "rules.yaml").write_text(RULES)
+    (tmp_path / "no_mesh.yaml").write_text(RULES[: RULES.index("mesh:")] + RULES[RULES.index("rules:") :])
     (tmp_path / "half.yaml").write_text(RULES.replace(r"down\.kernel", r"dwon\.kernel"))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -498,6 +499,8 @@ FAILED = {
     ("plan", "cli_models:mkae"): "cli_models has no function 'mkae'",
     ("plan", "cli_models:make", "--rules", "none.yaml"): "none.yaml cannot be read",
     ("plan", "cli_models:make"): "the layout map has no mesh",
+    ("lint", "cli_models:make"): "add --rules FILE, which layoutmap suggest writes, or --mesh",
+    ("lint", "cli_models:make", "--rules", "no_mesh.yaml"): "no_mesh.yaml: the mesh is missing",
     ("plan", "cli_models:make", "--mesh", "batch"): "'batch'",
     (
         "plan",

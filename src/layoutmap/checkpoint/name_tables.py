@@ -173,7 +173,7 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
     if names == "checkpoint":
         raise RuleError(
             "names='checkpoint' needs an existing model",
-            why="it stands for the names in the model's own files, which are read from the model, and there is none yet",
+            why="it stands for the names in the model's own files, and these are read from the model, so it must exist",
             fix="create the model first, as in model = layout_map.build(make_model), and load into it: "
             "lm.load(model, directory, names='checkpoint')",
         )

@@ -235,6 +235,12 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
         layout_map = make_preset_layout_map(options, mesh, model)
         note = f" by preset {model.preset!r}" if model and not (options.rules or options.preset) else ""
     if layout_map is None:
+        if mesh is None and not options.rules:
+            raise LayoutMapError(
+                f"{name}: the layout map has no mesh",
+                why="neither a rules file nor a mesh is named",
+                fix="add --rules FILE, which layoutmap suggest writes, or --mesh, as in --mesh batch=2,model=4",
+            )
         layout_map = load_layout_map_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
     print_text(f"layoutmap: planning {name}{note}", sys.stderr)
     with guard_users_code(name, backend_fix="add --backend {}"):
@@ -262,6 +268,12 @@ def load_layout_map_file(path: str, mesh: Mesh | None) -> LayoutMap:
     """Return the layout map of a rules file, on `mesh`, or on the mesh that the file names if `mesh` is `None`."""
     text = _read_text_file(path)
     with _add_file_to_errors(path):
+        if mesh is None and parse_rules_file(text).dims is None:
+            raise LayoutMapError(
+                "the mesh is missing",
+                why="the rules name none",
+                fix="add a mesh, as in --mesh batch=2,model=4",
+            )
         return LayoutMap.from_yaml(text, mesh)
 
 
