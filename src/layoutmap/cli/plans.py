@@ -235,16 +235,16 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
         layout_map = make_preset_layout_map(options, mesh, model)
         note = f" by preset {model.preset!r}" if model and not (options.rules or options.preset) else ""
     if layout_map is None:
-        if mesh is None and not options.rules:
+        layout_map = load_layout_map_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
+    print_text(f"layoutmap: planning {name}{note}", sys.stderr)
+    with guard_users_code(name, backend_fix="add --backend {}"):
+        make_model, library = load_model_function(name, options)
+        if layout_map.mesh is None:
             raise LayoutMapError(
                 f"{name}: the layout map has no mesh",
                 why="neither a rules file nor a mesh is named",
                 fix="add --rules FILE, which layoutmap suggest writes, or --mesh, as in --mesh batch=2,model=4",
             )
-        layout_map = load_layout_map_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
-    print_text(f"layoutmap: planning {name}{note}", sys.stderr)
-    with guard_users_code(name, backend_fix="add --backend {}"):
-        make_model, library = load_model_function(name, options)
         if library is None:
             check_library_can_be_found(make_model)
         if options.optimizer:
