@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
-from types import SimpleNamespace
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
 
 import jax
 import keras
@@ -12,7 +15,7 @@ import pytest
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.scope.owner import find_libraries_named_in_code
+from layoutmap.scope.owner import choose_library_to_import, find_libraries_named_in_code
 
 PROCESSES = ("jax",)
 RULES = {r"up\.kernel": (None, "model")}
@@ -96,3 +99,53 @@ def test_a_model_of_another_library_than_its_function_names_is_found():
 
     assert {"jax"} == find_libraries_named_in_code(make)
     assert 2 == len(lm.plan(make, lm.LayoutMap("model=4")).assignments)
+
+
+def make_with_imports():
+    from flax import nnx
+
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+def make_with_import_of_another_package():
+    import hub_of_models  # type: ignore[import-not-found]
+
+    return hub_of_models.make()
+
+
+def test_the_library_that_is_tried_first_if_none_is_imported():
+    """Import statements in functions count, and a lazy module is asked for the names that the function uses."""
+    lazy = ModuleType("hub_of_models")
+    lazy.__getattr__ = {"Net": Net}.__getitem__  # type: ignore[method-assign]
+    make_of_lazy_module = eval("lambda: hub.Net() or hub.missing", {"hub": lazy})
+
+    assert (
+        "jax" == choose_library_to_import(make_with_imports) == choose_library_to_import(make_of_lazy_module)
+    )
+    assert "keras" == choose_library_to_import(lambda: (make_with_imports(), make_keras()))
+    assert "torch" == choose_library_to_import(make_with_import_of_another_package)
+    assert None is choose_library_to_import(lambda: None) is choose_library_to_import(None)
+
+
+@pytest.mark.parametrize(("name", "paths"), {"jax": ["kernel"], "keras": ["kernel", "bias"]}.items())
+def test_a_model_is_planned_by_a_program_that_has_imported_no_library(tmp_path, name, paths):
+    """The first call imports torch, since the code does not name the library; the next one is for the model's."""
+    made = {
+        "jax": "{'kernel': importlib.import_module('jax.numpy').ones((8, 8))}",
+        "keras": "importlib.import_module('keras').Sequential([importlib.import_module('keras').layers.Dense(8)])",
+    }
+    program = f"import importlib, sys\nimport layoutmap as lm\ndef make():\n    return {made[name]}\n"
+    program += (
+        "plan = lm.plan(make, lm.LayoutMap('model=4'), inputs=type('', (), dict(shape=(4, 8), dtype='float32')))\n"
+        "print([path.rpartition('.')[2] for path in plan])"
+    )
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert f"{paths}\n" == done.stdout, done.stderr

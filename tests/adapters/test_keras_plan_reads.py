@@ -250,6 +250,30 @@ def test_a_call_with_arrays_names_what_to_do():
         assert "Dense.call of layer 'd1'" == caught.value.facts["read by"]
 
 
+def test_a_layer_that_is_called_with_a_constant_moves_into_a_layer():
+    """Keras does not train a layer of a functional model that takes a constant. The fix trains it."""
+
+    class Positions(L.Layer):
+        def __init__(self):
+            super().__init__(name="positions")
+            self.table = L.Embedding(4, 8)
+
+        def call(self, x):
+            return x + self.table(keras.ops.arange(4))
+
+    def make(add_positions):
+        x = keras.Input((4, 8))
+        return keras.Model(x, L.Dense(8, name="d1")(add_positions(x)))
+
+    def make_with_constant():
+        return make(lambda x: x + L.Embedding(4, 8, name="positions")(keras.ops.arange(4)))
+
+    with pytest.raises(lm.PlanError, match=r"only a plan(?s:.*)in the call of a layer of your own"):
+        lm.plan(make_with_constant, layout_map())
+    assert ["d1/kernel", "d1/bias"] == [each.path for each in make_with_constant().trainable_variables]
+    assert "positions.table.embeddings" in lm.plan(lambda: make(Positions()), layout_map())
+
+
 def test_a_read_that_is_too_large_is_named(monkeypatch):
     """The weight, the layer that reads it, and what to do instead."""
     monkeypatch.setattr(session, "_MAX_ZEROS", 71)

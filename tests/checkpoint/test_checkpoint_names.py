@@ -6,7 +6,7 @@ from checkpoint_models import assert_equal, make, read_files
 
 import layoutmap as lm
 from layoutmap.adapters.torch.checkpoint_names import _format_axes_of_view
-from layoutmap.core.errors import CheckpointError
+from layoutmap.core.errors import CheckpointError, RuleError
 
 PROCESSES = ("torch",)
 
@@ -69,3 +69,16 @@ def test_a_tensor_that_is_joined_from_variables_is_refused(monkeypatch, tmp_path
         CheckpointError, match="joined: this tensor of the checkpoint is not a part of one variable"
     ):
         lm.export(make("Llama"), tmp_path / "new", names="checkpoint")
+
+
+def test_a_function_needs_to_make_its_model_first(tmp_path):
+    """The names are read from the model. The fix of the error loads it."""
+    model, layout_map = make("Llama"), lm.LayoutMap(lm.create_mesh("model=2"), rest="replicated")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuleError, match="names='checkpoint' needs an existing model"):
+        lm.load(lambda: make("Llama", seed=1), tmp_path, layout_map=layout_map, names="checkpoint")
+    other = layout_map.build(lambda: make("Llama", seed=1))
+    lm.load(other, tmp_path, names="checkpoint")
+    assert_equal(
+        model.state_dict(), {name: value.full_tensor() for name, value in other.state_dict().items()}
+    )

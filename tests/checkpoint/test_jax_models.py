@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,44 @@ def test_a_name_table_of_weights_is_for_their_slots_too(tmp_path: Path, name: st
             load()
         return
     assert all_bits(step({"h": renamed})) == all_bits(load())
+
+
+@pytest.mark.parametrize("kind", ["module", "pytree"])
+def test_an_existing_optimizer_without_a_mesh_is_sharded_like_the_weights(tmp_path: Path, kind: str) -> None:
+    """It was made outside of the scope. One that has layouts keeps them."""
+    layout_map = lm.LayoutMap(lm.create_mesh("batch=2,model=4"), RULES["feedforward"])
+    tx = optax.adamw(1e-2)
+    make: Callable[[], Any] = lambda: MODELS["feedforward"]().model  # noqa: E731
+    if kind == "pytree":
+        make = lambda: nnx.to_pure_dict(nnx.state(MODELS["feedforward"]().model))  # noqa: E731
+    new = (lambda m: nnx.Optimizer(m, tx, wrt=nnx.Param)) if kind == "module" else tx.init
+    model = layout_map.build(make, library="jax")
+    optimizer = layout_map.build_optimizer(tx, model)
+    lm.save(model, tmp_path, optimizer=optimizer)
+    _, fresh = lm.load(make, tmp_path, layout_map=layout_map, library="jax", optimizer=new(make()))
+
+    assert places(nnx.state(optimizer)) == places(nnx.state(fresh))
+    assert all_bits(nnx.state(optimizer)) == all_bits(nnx.state(fresh))
+    zero = layout_map.build_optimizer(tx, model, zero_dim="batch")
+    where = places(nnx.state(zero))
+    _, fresh = lm.load(make, tmp_path, layout_map=layout_map, library="jax", optimizer=zero)
+    assert where == places(nnx.state(fresh)) != places(nnx.state(optimizer))
+
+
+@pytest.mark.filterwarnings("default::layoutmap.LayoutMapWarning")
+def test_slots_that_are_not_read_are_named(tmp_path: Path) -> None:
+    """As for a Keras model. `extra="ignore"` says nothing, and neither does a load of all."""
+    params = plain_params()
+    state = optax.adam(1e-2).init(params)
+    lm.save(params, tmp_path, optimizer=state)
+    with pytest.warns(lm.LayoutMapWarning, match="15 optimizer variables were not read") as caught:
+        lm.load(params, tmp_path)
+    (warning,) = caught
+    assert "pass optimizer=" in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.load(params, tmp_path, extra="ignore")
+        lm.load(params, tmp_path, optimizer=state)
 
 
 # -- what is refused

@@ -42,6 +42,9 @@ class Net(nnx.Module):
         self.up = nnx.Linear(8, 16, rngs=rngs)
         self.down = nnx.Linear(16, 8, rngs=rngs)
 
+    def __call__(self, x):
+        return self.down(self.up(x))
+
 def make():
     return Net(nnx.Rngs(0))
 
@@ -69,6 +72,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "cli_models.py").write_text(MODELS)
     (tmp_path / "cli_models_of_jax.py").write_text(MODELS_OF_JAX)
     (tmp_path / "rules.yaml").write_text(RULES)
+    (tmp_path / "no_mesh.yaml").write_text(RULES[: RULES.index("mesh:")] + RULES[RULES.index("rules:") :])
     (tmp_path / "half.yaml").write_text(RULES.replace(r"down\.kernel", r"dwon\.kernel"))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -390,7 +394,7 @@ options:
   --wide                print all columns of tables and all of each line, also where the terminal
                         is narrower
   --optimizer NAME      a Keras optimizer whose slots are planned as well, such as adamw; with
-                        --on also one of torch
+                        --on also one of torch or optax
   --on MACHINE          the machine, as in "h100:64", or "mine.yaml:my_device:64": adds to the
                         plan what a training step sends, holds and takes there; needs --inputs
   --verify [DEVICE]     with --on: have XLA's own compiler compile the step for those devices,
@@ -410,7 +414,7 @@ options:
   --backend {jax,tensorflow,torch}
                         the backend that Keras runs on
   --library {keras,torch,jax}
-                        the library of the model, if none is imported, or torch and Keras are
+                        the library of the model; default: found from the function and its model
 """,
 }
 
@@ -469,10 +473,34 @@ def test_presets_are_listed(capsys):
     assert ["keras_hub:llama3_405b", "405,853,388,800"] in lines
 
 
+def test_the_slots_of_an_optax_optimizer_are_in_the_cost_of_a_step(capsys):
+    """Adam has two slots for each weight, and SGD none."""
+    model = ("cli_models_of_jax:make", "--rules", "rules.yaml", "--library", "jax")
+    options = ("--inputs", "float32[16,8]", "--on", "h100:8", "--no-verify", "--json", "-")
+
+    def get_held_bytes(optimizer):
+        code, out, err = run(capsys, "plan", *model, *options, "--optimizer", optimizer)
+        assert 0 == code, err
+        return lm.Plan.from_json(out).cost.step.argument_bytes
+
+    weights, count = 4 * (8 * 16 // 4 + 16 // 4 + 16 * 8 // 4 + 8), 4
+    assert 2 * weights + count == get_held_bytes("adamw") - get_held_bytes("sgd")
+
+
 FAILED = {
+    (
+        *("plan", "cli_models_of_jax:make", "--mesh", "x=2", "--library", "jax"),
+        *("--optimizer", "adamw"),
+    ): "--optimizer adamw has no effect without --on: Net is not a Keras model",
+    (
+        *("plan", "cli_models_of_jax:make", "--mesh", "x=2", "--library", "jax"),
+        *("--optimizer", "chain", "--on", "h100:2", "--inputs", "float32[8,8]"),
+    ): "--optimizer chain cannot be used",
     ("plan", "cli_models:mkae"): "cli_models has no function 'mkae'",
     ("plan", "cli_models:make", "--rules", "none.yaml"): "none.yaml cannot be read",
     ("plan", "cli_models:make"): "the layout map has no mesh",
+    ("lint", "cli_models:make"): "add --rules FILE, which layoutmap suggest writes, or --mesh",
+    ("lint", "cli_models:make", "--rules", "no_mesh.yaml"): "no_mesh.yaml: the mesh is missing",
     ("plan", "cli_models:make", "--mesh", "batch"): "'batch'",
     (
         "plan",

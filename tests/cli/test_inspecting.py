@@ -55,6 +55,7 @@ def test_a_model_is_inspected(run, tmp_path):
     assert plan.to_json() == (tmp_path / "golden.json").read_text()
     assert "up.kernel" in (tmp_path / "plan.html").read_text()
     assert "Verdict: no problems" in out.splitlines()[0]
+    assert "pass --batch-dim data if batches are sharded over it" in out
 
 
 def test_a_guard_passes_only_what_is_as_it_was(run, tmp_path):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,7 +117,46 @@ def test_causes_and_full_gathers(x):
     causes = {
         each.cause for each in step.explain(params, layout_map.build_optimizer(tx, params), x).collectives
     }
-    assert {"state[0].mu[0]['up']", "state[0].mu[0]['down']"} <= causes
+    assert {"params[0]['up']", "params[0]['down']"} == causes - {""}
+
+
+class Feedforward(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.up(self.norm(x))  # up
+        return x + self.down(hidden)  # down
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(1e-3), optax.lion(1e-3, weight_decay=0.1)])
+def test_code_of_a_library_has_the_line_that_calls_it(x, tx):
+    """Its cause is never a slot, and no scale of a norm causes the sum of an activation."""
+    layout_map = lm.LayoutMap(
+        "batch=2,model=4",
+        {r"up\.kernel": (None, "model"), r"down\.kernel": ("model", None)},
+        rest="replicated",
+    )
+    model = layout_map.build(lambda: Feedforward(nnx.Rngs(0)), library="jax")
+
+    @lm.jit_step(batch_dim="batch")
+    def step(model, optimizer, x):
+        gradients = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+
+    found = step.explain(model, layout_map.build_optimizer(tx, model), x).collectives
+    lines, first = inspect.getsourcelines(Feedforward.__call__)
+    down = next(n for n, line in enumerate(lines, first) if line.endswith("# down\n"))
+    activations = [each for each in found if each.dims == ("model",) and each.shape == (ROWS // 2, WIDTH)]
+    gradients = {each.cause for each in found if each.dims == ("batch",) and len(each.shape) > 0}
+
+    assert f"test_jax_explained_step.py:{down}" in {each.line for each in activations}
+    assert {""} == {each.cause for each in activations}
+    assert "" not in {each.line for each in activations}  # XLA tells no line of some joined gradients
+    paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+    assert gradients - {""} == paths
 
 
 def test_recompilations_have_their_reason(params, x):

@@ -11,6 +11,7 @@ import layoutmap as lm
 from layoutmap.adapters import get_adapter
 from layoutmap.engines import get_engine
 from layoutmap.inspecting.parity import ParityReport, ParityRow, compare_models
+from layoutmap.scope import progress
 
 PROCESSES = ("jax",)
 L = keras.layers
@@ -49,6 +50,18 @@ def test_a_report_of_what_agrees():
     assert stages == list(dict.fromkeys(row.stage for row in report.rows))
     assert 2 == len(report.losses)
     assert str(report).startswith("parity holds; largest relative differences:\n  weights   0\n  forward ")
+
+
+def test_a_long_comparison_shows_its_stage_in_a_log(capsys, monkeypatch):
+    """It is no terminal here. `progress=False` prints nothing."""
+    monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
+    lm.check_parity(mlp, make_map(MLP), numbers(), steps=1)
+    shown = capsys.readouterr().err.splitlines()
+    lm.check_parity(mlp, make_map(MLP), numbers(), steps=1, progress=False)
+
+    assert all(line.startswith("layoutmap: comparing the model with one device, ") for line in shown)
+    assert {"weights", "forward", "loss", "gradient", "step 1"} <= {line.split(", ")[-1] for line in shown}
+    assert "" == capsys.readouterr().err
 
 
 def test_gradients_leave_no_tracer_in_a_model():

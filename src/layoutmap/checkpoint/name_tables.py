@@ -170,6 +170,13 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
     if isinstance(names, Mapping):
         return NameTable("names", tuple(_parse_table_entries("names", "", dict(names))))
     where = os.fspath(names)
+    if names == "checkpoint":
+        raise RuleError(
+            "names='checkpoint' needs an existing model",
+            why="it stands for the names in the model's own files, and these are read from the model, so it must exist",
+            fix="create the model first, as in model = layout_map.build(make_model), and load into it: "
+            "lm.load(model, directory, names='checkpoint')",
+        )
     if isinstance(names, str) and not names.endswith((".yaml", ".yml")) and os.sep not in names:
         if names not in list_name_tables():
             raise RuleError(

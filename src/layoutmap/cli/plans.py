@@ -35,6 +35,7 @@ from layoutmap.core.specs import list_batch_dims, parse_batch_dim
 from layoutmap.plan.completeness import find_unbuilt_layers_problem
 from layoutmap.rules.yaml_file import parse_rules_file
 from layoutmap.scope.layout_map import LayoutMap
+from layoutmap.scope.owner import choose_library_to_import
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.scope import plan as make_plan
 
@@ -75,7 +76,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="a Keras optimizer whose slots are planned as well, such as adamw; with --on also one of torch",
+        help="a Keras optimizer whose slots are planned as well, such as adamw; with --on also one of torch or optax",
     )
     parser.add_argument(
         "--on",
@@ -118,7 +119,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--library",
         choices=tuple(ADAPTERS),
-        help="the library of the model, if none is imported, or torch and Keras are",
+        help="the library of the model; default: found from the function and its model",
     )
 
 
@@ -238,17 +239,21 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     print_text(f"layoutmap: planning {name}{note}", sys.stderr)
     with guard_users_code(name, backend_fix="add --backend {}"):
         make_model, library = load_model_function(name, options)
-        # torch creates slots in the first step, so its plans have no slots, and only the cost needs the optimizer.
-        is_torch = (library or find_imported_library()) == "torch"
-        optimizer = options.optimizer if is_torch and options.on else None
-        if options.optimizer and not optimizer:
-            make_model = _add_optimizer_to_model_function(make_model, options.optimizer)
+        if layout_map.mesh is None:
+            raise LayoutMapError(
+                f"{name}: the layout map has no mesh",
+                why="neither a rules file nor a mesh is named",
+                fix="add --rules FILE, which layoutmap suggest writes, or --mesh, as in --mesh batch=2,model=4",
+            )
+        if library is None:
+            check_library_can_be_found(make_model)
+        if options.optimizer:
+            make_model = _add_optimizer_to_model_function(make_model, options)
         return make_plan(
             make_model,
             layout_map,
             inputs=inputs,
             library=library,
-            optimizer=optimizer,
             on=options.on,
             batch_dim=options.batch_dim if options.on else None,
             verify=options.verify,
@@ -263,6 +268,12 @@ def load_layout_map_file(path: str, mesh: Mesh | None) -> LayoutMap:
     """Return the layout map of a rules file, on `mesh`, or on the mesh that the file names if `mesh` is `None`."""
     text = _read_text_file(path)
     with _add_file_to_errors(path):
+        if mesh is None and parse_rules_file(text).dims is None:
+            raise LayoutMapError(
+                "the mesh is missing",
+                why="the rules name none",
+                fix="add a mesh, as in --mesh batch=2,model=4",
+            )
         return LayoutMap.from_yaml(text, mesh)
 
 
@@ -292,32 +303,42 @@ def check_and_count_file_rules(name: str) -> int:
         return len(LayoutMap.from_yaml(text, mesh).rules)
 
 
-def _add_optimizer_to_model_function(make_model: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
-    """Return a function that creates a Keras model with an optimizer, so that the plan includes the slots."""
+def _add_optimizer_to_model_function(make_model: Callable[[], Any], options: Any) -> Callable[[], Any]:
+    """Return a function that creates a model with the optimizer of `--optimizer`, so that its slots are planned."""
 
     def make_model_with_optimizer() -> Any:
         model = make_model()
         adapter = find_model_adapter(model)
-        if adapter is None or adapter.name != "keras":
+        if adapter is None:
+            return model  # the plan raises for it
+        if adapter.name != "keras" and not options.on:
             raise LayoutMapError(
-                f"--optimizer {optimizer}: {type(model).__name__} is not a Keras model",
-                why="only the slots of Keras optimizers can be planned",
-                fix="leave --optimizer out",
+                f"--optimizer {options.optimizer} has no effect without --on: {type(model).__name__} is not a Keras "
+                "model",
+                why="the table of a plan has slots only for a Keras model, which contains its optimizer; for other "
+                "models, slots are in the cost of a training step",
+                fix='add --on and --inputs, as in --on h100:8 --inputs "float32[8,128]", or leave --optimizer out',
             )
         try:
-            return require_capability(adapter, TrainingAdapter, "--optimizer").set_optimizer(model, optimizer)
+            return require_capability(adapter, TrainingAdapter, "--optimizer").set_optimizer(
+                model, options.optimizer
+            )
         except ScopeError as error:
             raise LayoutMapError(
-                f"--optimizer {optimizer} cannot be used", why=error.why, fix="use adamw, sgd, ..."
+                f"--optimizer {options.optimizer} cannot be used",
+                facts=error.facts,
+                why=error.why,
+                fix="use adamw, sgd, ...",
             ) from error
 
     return make_model_with_optimizer
 
 
-def find_imported_library() -> str:
-    """Return the name of the model library that is imported, the first of them if there are several."""
+def check_library_can_be_found(make_model: Callable[[], Any]) -> None:
+    """Raise if no model library is imported, and the code of the function refers to nothing that may import one."""
     try:
-        return get_adapter_of_imported_library().name
+        if choose_library_to_import(make_model) is None:
+            get_adapter_of_imported_library()
     except ScopeError as error:
         raise ScopeError(error.what, why=error.why, fix=f"pass --library {' or '.join(ADAPTERS)}") from error
 

@@ -21,7 +21,7 @@ from layoutmap.cli.output import (
 from layoutmap.cli.plans import (
     add_attention_option,
     add_partial_option,
-    find_imported_library,
+    check_library_can_be_found,
     load_layout_map_file,
     load_model_function,
     parse_inputs,
@@ -132,7 +132,7 @@ def run_search_command(options: Any) -> int:
     with guard_users_code(options.model), interrupts.allow_interrupts():
         make_model, library = load_model_function(options.model, options)
         if library is None:
-            find_imported_library()
+            check_library_can_be_found(make_model)
         found = search(
             make_model,
             inputs,

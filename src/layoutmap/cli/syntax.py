@@ -10,11 +10,12 @@ _RULE = re.compile(
 _CHANGE = re.compile(r"""(change rule \d+ to )\(((?:[^()]|\([^()]*\))*)\)""")
 _OPTION = re.compile(r"""(?:layout_map\.)?\b(rest|uneven) ?= ?"(\w+)\"""")
 _POLICIES = re.compile(r"""\buneven=\("(\w+)", "(\w+)"\)""")
+_BATCH_DIM = re.compile(r"""\bpass batch_dim='(\w+)'(?! to the scope)""")
 _RAW = re.compile(r"""\br"([^"]+)\"""")
 
 
 def translate_rules_to_yaml(text: str) -> str:
-    """Rewrite Python rules and options in a text as lines of a rules file.
+    """Rewrite Python rules and options in a text as lines of a rules file, and `batch_dim` as an option.
 
     Example:
         >>> print(translate_rules_to_yaml(r'add a rule: layout_map[r"up\\.kernel$"] = (None, "model")'))
@@ -23,7 +24,10 @@ def translate_rules_to_yaml(text: str) -> str:
         change rule 3 to [model, null]
         >>> print(translate_rules_to_yaml('say layout_map.rest = "replicated"'))
         say rest: replicated
+        >>> print(translate_rules_to_yaml("pass batch_dim='data' if batches are sharded over it"))
+        pass --batch-dim data if batches are sharded over it
     """
+    text = _BATCH_DIM.sub(r"pass --batch-dim \1", text)
     text = _CHANGE.sub(lambda match: f"{match[1]}{_format_specs_as_yaml(match[2])}", text)
     text = _OPTION.sub(r"\1: \2", _POLICIES.sub(r"uneven: [\1, \2]", _RULE.sub(_format_rule_as_yaml, text)))
     return _RAW.sub(r"'\1'", text)

@@ -196,7 +196,7 @@ def lower_step(
             takes them. The first axis is the global batch.
         batch_dim: Mesh dim, or dims, over which batches are sharded; `None`: they are replicated.
         optimizer: For Keras a name, as in `"adamw"`, or a function that creates an optimizer. For flax.nnx and pytrees
-            an optax optimizer. `None`: that of the model, or none.
+            a name or an optax optimizer. `None`: that of the model, or none.
         loss: Function from the model's output to a number. `None`: the loss of a compiled Keras model or of
             `train_with`, or else the mean of the squared outputs.
         remat: Layers whose activations are counted as recomputed in the backward pass, although the model's code keeps

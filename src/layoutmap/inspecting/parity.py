@@ -42,6 +42,7 @@ from layoutmap.inspecting.rounding import perturb_arrays, perturb_variables
 from layoutmap.scope.arguments import check_model_function
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.owner import retry_with_model_library
+from layoutmap.scope.progress import ElapsedTime
 from layoutmap.scope.scope import build
 
 ROUNDINGS = 30
@@ -170,6 +171,7 @@ def check_parity(
     batch_dim: BatchDim | None = None,
     library: str | None = None,
     raises: bool = True,
+    progress: bool | None = None,
 ) -> ParityReport:
     """Compare a model under a layout map with the same model on one device.
 
@@ -187,6 +189,7 @@ def check_parity(
         batch_dim: Mesh dim that splits the batch; `None`: none.
         library: See `scope`.
         raises: Whether to raise if the models differ, instead of only reporting it.
+        progress: Whether to show the current comparison on stderr. `None`: only if it takes long, on any stderr.
 
     Returns:
         The comparisons. `print` shows a summary.
@@ -216,7 +219,11 @@ def check_parity(
         adapter.create_lazy_variables(model, batch)
         return model
 
-    with adapter.preserve_random_states():
+    shown_as = "log" if progress is None else progress
+    with (
+        adapter.preserve_random_states(),
+        ElapsedTime("comparing the model with one device", enabled=shown_as) as shown,
+    ):
         adapter.set_seed(seed)
         sharded = build(make_model, layout_map, batch_dim=batch_dim, library=adapter.name, progress=False)
         adapter.create_lazy_variables(sharded, batch)
@@ -224,7 +231,9 @@ def check_parity(
         unsharded = make_unsharded_model(adapter, make_model, layout_map)
         _check_no_shared_variables(adapter, unsharded, sharded)
         adapter.create_lazy_variables(unsharded, batch)
-        report = compare_models(adapter, unsharded, sharded, batch, steps=steps, tolerance=tolerance)
+        report = compare_models(
+            adapter, unsharded, sharded, batch, steps=steps, tolerance=tolerance, show_progress=shown
+        )
         del unsharded, sharded
         for draw in range(_NUM_DRAWS):
             first = report.first_difference
@@ -239,6 +248,7 @@ def check_parity(
                 tolerance=tolerance,
                 left_out=report.only_rounding,
                 seed=draw,
+                show_progress=shown,
             )
             rounding = collect_differences_by_position(with_rounding_errors.rows)
             report = replace(report, rows=rescale_errors_by_rounding(report.rows, rounding))
@@ -279,6 +289,7 @@ def compare_with_perturbed_model(
     tolerance: float = 1e-5,
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
     seed: int = 0,
+    show_progress: Callable[[str], object] | None = None,
 ) -> ParityReport:
     """Compare two equal models after changing each number of the second model and its batch by one rounding error.
 
@@ -291,6 +302,7 @@ def compare_with_perturbed_model(
         tolerance: The tolerance of the comparison that this one explains. One rounding error is an 84th of it.
         left_out: See `compare_models`.
         seed: Seed of the signs of the rounding errors.
+        show_progress: See `compare_models`.
     """
     signs = np.random.default_rng(seed)
     perturb_variables(adapter, perturbed_model, signs, tolerance)
@@ -304,6 +316,7 @@ def compare_with_perturbed_model(
         steps=steps,
         tolerance=tolerance,
         left_out=left_out,
+        show_progress=show_progress,
     )
 
 
@@ -339,6 +352,7 @@ def compare_models(
     steps: int = 3,
     tolerance: float = 1e-5,
     left_out: Mapping[str, npt.NDArray[np.bool_]] | None = None,
+    show_progress: Callable[[str], object] | None = None,
 ) -> ParityReport:
     """Train two existing models, and return a report that compares them at each stage.
 
@@ -352,6 +366,7 @@ def compare_models(
         tolerance: The largest relative difference that counts as equal.
         left_out: The elements that are left out of the comparison of steps, as `only_rounding` of an earlier report of
             the same model; `None`: those whose gradients are only rounding in this comparison.
+        show_progress: Called with a text after each comparison of a tensor.
     """
     losses: list[tuple[float, float]] = []
     not_compared: list[str] = []
@@ -359,12 +374,14 @@ def compare_models(
     # Match variables by order, because unnamed layers have different names in each build.
     known = None if left_out is None else list(left_out.values())
     batches = batch, batch if other_batch is None else other_batch
-    rows = tuple(
-        _compare_stages(
-            adapter, unsharded, sharded, batches, steps, tolerance, known, losses, not_compared, masks
-        )
-    )
-    return ParityReport(rows, tuple(losses), tuple(not_compared), masks)
+    rows = list[ParityRow]()
+    for row in _compare_stages(
+        adapter, unsharded, sharded, batches, steps, tolerance, known, losses, not_compared, masks
+    ):
+        rows.append(row)
+        if show_progress is not None:
+            show_progress(f", {row.stage}")
+    return ParityReport(tuple(rows), tuple(losses), tuple(not_compared), masks)
 
 
 def _check_no_shared_variables(adapter: TrainingAdapter, unsharded: object, sharded: object) -> None:

@@ -35,6 +35,7 @@ from layoutmap.engines.agreement import make_process_facts
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.saving.load_states import choose_data_state, choose_random_states, restore_data_with_rollback
 from layoutmap.saving.model_source import read_model_name_table
+from layoutmap.scope.optimizers import shard_unsharded_optimizer
 from layoutmap.scope.owner import retry_with_model_library
 from layoutmap.scope.process_group import MeshProcesses
 from layoutmap.scope.progress import Progress
@@ -76,8 +77,9 @@ def load(
         names: Names of the model's variables in the checkpoint, if their names or axes differ: a table of the library,
             such as `"llama"` for a folder from Hugging Face, a YAML file, or a mapping from paths to names. For an
             existing model of transformers or peft, `"checkpoint"` stands for the names in its own files.
-        optimizer: See `save`. It may be new, without slots. Or a function that makes it from the model: `lambda model:
-            torch.optim.AdamW(model.parameters())`. With an optimizer, `load` returns a pair.
+        optimizer: See `save`. It may be new, without slots. Slots of optax on no mesh are sharded like the weights. Or
+            a function that makes it from the model: `lambda model: torch.optim.AdamW(model.parameters())`. With an
+            optimizer, `load` returns a pair.
         data: Objects to restore, with `load_state_dict()` or `set_state()`, in the form that was saved. Each process
             gets the state that it saved. If the number of processes differs, all get the state if it was equal in all
             processes, and otherwise an error is raised. The random states of Python, numpy, and torch are restored
@@ -85,8 +87,8 @@ def load(
         missing: What to do with weights of the model that are not in the checkpoint: `"error"`, or `"keep"` to keep
             their values or initialize them.
         extra: What to do with variables in the checkpoint that the model does not have: `"error"` or `"ignore"`.
-            Without an optimizer, slots are left out. For a Keras model that is not compiled, a warning names them
-            unless this is `"ignore"`, and `compile` restores them.
+            Without an optimizer, slots are left out, and a warning names them unless this is `"ignore"`. `compile` of
+            a Keras model restores them.
         cast: Whether to convert values to the dtypes of the model.
         override: Settings of a torch optimizer that replace the saved ones in all of its groups, as in `{"lr": 1e-4}`.
             Other settings are restored, with a warning if the optimizer was made with another value. Keras optimizers
@@ -160,6 +162,8 @@ def load(
         found = build(model, layout_map, values=values, progress=progress, inputs=inputs, **options)
         found, _ = loading.load_values(found, None, verify_first=False)
     made = optimizer(found) if callable(optimizer) else optimizer
+    if layout_map is not None and made is optimizer is not None and adapter.name == "jax":
+        made = shard_unsharded_optimizer(layout_map, optimizer, found)
     random = choose_random_states([each.get("random", {}) for each in saved], *position)
     within = restore_data_with_rollback(adapter, processes, source.where, found, random, data, state)
     is_new = is_new and (made is None or callable(optimizer))
@@ -405,8 +409,7 @@ class ModelLoader:
 
     def _find_unread_slots(self, stored: Sequence[StoredVariable]) -> Sequence[str]:
         """Return the paths of saved slots that are not read because the model has no optimizer."""
-        # Only a Keras model may get its optimizer after the load, by `compile`, so report slots only for Keras.
-        if not self._settings or "optimizer" in self._settings:
+        if not self._settings:  # another library saved the optimizer, so its slots cannot be read
             return ()
         known = {saved.path for each in stored if (saved := self.values.find_saved_variable(each.variable))}
         slots = [v.path for v in self.values.source.variables.values() if v.kind is Kind.SLOT]
@@ -470,7 +473,7 @@ def _warn_of_unread_slots(loading: ModelLoader, values: ModelValues, model: obje
         facts={"not read": join_names(unread)},
         why="the model has no optimizer",
         fix="call model.compile(...), which restores them" * is_restored
-        + "build the model with its optimizer" * (not is_restored)
+        + "pass optimizer=, or a function of the model that makes it" * (not is_restored)
         + ', or pass extra="ignore" to leave them out',
     )
     warnings.warn(warning, stacklevel=find_user_stacklevel())

@@ -12,6 +12,7 @@ from layoutmap.core.layout import Layout, validate_memory_kind
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, Kind
+from layoutmap.engines import get_engine
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.slots import is_sharded_by_zero_dim
 from layoutmap.report.text import format_plan_warnings
@@ -93,6 +94,17 @@ def apply_optimizer(
     plan = _plan_and_check_slots(layout_map, variables, zero_dim, memory, strict)
     moved = relayout_optimizer_state(leaves, _list_slot_layouts(plan))
     return _replicate_step_count(state, plan.mesh) if is_nnx else moved
+
+
+def shard_unsharded_optimizer(layout_map: RuleSet, state: Any, model: Any) -> Any:
+    """Return an optimizer's existing state, sharded like the weights of a model unless an array is on a mesh."""
+    from layoutmap.adapters.jax.checkpoints import list_optimizer_arrays
+    from layoutmap.adapters.jax.training import unwrap_train_state
+
+    engine = get_engine("jax")
+    if any(engine.get_layout(each.array) is not None for each in list_optimizer_arrays(model, state)):
+        return state
+    return apply_optimizer(layout_map, state, unwrap_train_state(model), None, None, None, strict=False)
 
 
 def _plan_slots(

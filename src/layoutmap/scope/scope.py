@@ -130,9 +130,9 @@ def build(
             weights in their first call. Nothing is computed with it. A compiled model that has its weights also gets
             its optimizer's slots here. `None`: weights are created in the first call.
         library: Model library: `"keras"`, `"torch"`, or `"jax"` (also `"flax"`). `None`: the imported one. It is
-            `"jax"` if the function names JAX, flax, or equinox, and neither Keras nor torch. If it names several and
-            returns a model of JAX, it is called a second time. The first call creates unsharded arrays, so pass `"jax"`
-            for a model that does not fit one device.
+            `"jax"` if the function names JAX, flax, or equinox, and neither Keras nor torch. If none is imported, it is
+            one that the function names, or torch. If it returns a model of another library, it is called a second time.
+            The first call creates unsharded arrays, so pass the library for a model that does not fit one device.
         values: Source of values to read instead of initializing weights; `layoutmap.load` passes it.
         **options: Options by name, as in `batch_dim="batch"`: see `layoutmap.adapters.options.ScopeOptions`.
 
@@ -190,8 +190,8 @@ def plan(
         strict: Whether to raise on warnings, too.
         library: See `build`.
         optimizer: Optimizer, so that its slots are planned. For Keras: a name, as in `"adamw"`, or a function that
-            creates one; `None`: that of the model. For flax.nnx and pytrees an optax optimizer, and for torch a name,
-            or a function that creates one from parameters: their slots are only in the cost.
+            creates one; `None`: that of the model. For flax.nnx and pytrees a name or an optax optimizer, and for torch
+            a name or a function that creates one from parameters: their slots are only in the cost.
         on: Machine, as in `"h100:64"` (see `layoutmap.cost.machines`): `plan.cost` then holds the bytes sent, the
             computation, the memory, and the time of a training step. `None`: no cost.
         batch_dim: Mesh dim over which batches are sharded, for `on`. `None`: the dim over which rules shard the first

@@ -17,13 +17,13 @@ from layoutmap.adapters.jax.checkpoints import has_optimizer_state, list_stored_
 from layoutmap.adapters.jax.contexts import find_scope_context
 from layoutmap.adapters.jax.inspecting import describe_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
+from layoutmap.adapters.jax.optimizers import find_optax_optimizer
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.adapters.jax.training import TrainState, replace_arrays, train_with, unwrap_and_split_model
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.adapters.protocol import Adapter, SavedOptimizer, ScopeContext, StoredVariable
-from layoutmap.core.arguments import describe_type
-from layoutmap.core.errors import ScopeError, shorten_repr
+from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
@@ -82,18 +82,16 @@ class JaxAdapter(Adapter):
         return model
 
     def set_optimizer(self, model: object, optimizer: object) -> object:
-        """Return the model unchanged, because a JAX model has no optimizer.
+        """Return the model in a `TrainState` with an optimizer of optax, given as such or by name, or unchanged.
 
         Raises:
-            ScopeError: `optimizer` is neither `None` nor an optax optimizer.
+            ScopeError: `optimizer` is neither `None` nor an optimizer of optax, nor the name of one.
         """
-        if optimizer is not None and not callable(getattr(optimizer, "init", None)):
-            raise ScopeError(
-                f"optimizer={shorten_repr(optimizer)} is not an optimizer",
-                why=f"it is {describe_type(optimizer)}, without init and update",
-                fix="pass an optax optimizer, as in optimizer=optax.adamw(1e-3); names are for Keras models",
-            )
-        return model
+        if optimizer is None:
+            return model
+        state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
+        state.optimizer = find_optax_optimizer(optimizer)
+        return state
 
     def variables(self, model: object) -> dict[str, Variable]:
         """Return a dict from paths to the arrays of a model and its optimizer's state, in a fixed order."""

@@ -166,7 +166,8 @@ def _describe_optimizer_arrays(
         raise CheckpointError(
             f"optimizer: an object {describe_type(state)} contains no state",
             why="an optax optimizer is a pair of functions, and its init function returns the state",
-            fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params)",
+            fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params); load also takes a "
+            "function: optimizer=lambda model: layout_map.build_optimizer(tx, model)",
         )
     data = [_get_random_key_numbers(leaf) for _, leaf in leaves]
     described = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_variable
 from layoutmap.adapters.jax.pytrees import flatten_with_paths
 from layoutmap.adapters.jax.slots import OptimizerLeaf, PathParts, describe_slots
 from layoutmap.core.arguments import describe_type
-from layoutmap.core.errors import LayoutError, ScopeError
+from layoutmap.core.errors import LayoutError, ScopeError, shorten_repr
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import get_engine
@@ -26,6 +28,27 @@ from layoutmap.engines.jax.padded import (
     wrap_to_take_stored_arrays,
 )
 from layoutmap.engines.jax.programs import suspend_program_context
+
+
+def find_optax_optimizer(optimizer: object) -> object:
+    """Return an optimizer of optax, given as such or by name, such as `"adamw"`. By name, it is only for its slots.
+
+    Raises:
+        ScopeError: It is no optimizer, or optax has none of this name.
+    """
+    why = f"it is {describe_type(optimizer)}, without init and update"
+    found: Any = optimizer
+    if isinstance(optimizer, str):
+        why = "a name must be that of an optimizer in optax, which is called with a learning rate"
+        with suppress(ImportError, AttributeError, TypeError):
+            found = getattr(import_module("optax"), optimizer.lower())(1e-3)
+    if callable(getattr(found, "init", None)) and callable(getattr(found, "update", None)):
+        return found
+    raise ScopeError(
+        f"optimizer={shorten_repr(optimizer)} is not an optimizer",
+        why=why,
+        fix="pass an optax optimizer, as in optimizer=optax.adamw(1e-3)",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -397,7 +397,9 @@ class Session(KerasSession):
                 facts={"read by": format_running_layer()},
                 why="plan() builds a model without allocating anything",
                 fix="leave calls with arrays, fit, and predict out of the function that creates the "
-                "model; to create its weights, call it with keras.Input(...), or pass inputs= to plan()"
+                "model; to create its weights, call it with keras.Input(...), or pass inputs= to plan(); call a layer "
+                "that takes a constant, as Embedding(...)(arange(64)), in the call of a layer of your own, because "
+                "Keras does not train it outside of one"
                 if self._is_scope_open
                 else "build it with values: with layout_map.scope(): model = make_model()",
             )

@@ -170,25 +170,34 @@ class CauseFinder:
         kind = "optimizer's update" if producer.is_update else "activations"
         return kind, replace_numbers_with_stars(producer.layer_path)
 
-    def _find_copied_argument_path(self, value: Value) -> str:
-        """Return the path of the argument that a value copies, casts, slices, or gathers, or "" if there is none."""
+    def _find_copied_argument_path(self, value: Value, *, broadcasts: bool = True) -> str:
+        """Return the path of the argument that a value copies, casts, slices, or gathers, or "" if there is none.
+
+        Without `broadcasts`, it is "" if the value repeats elements of the argument.
+        """
         for _ in range(_MAX_PASSED_OPS):
             if id(value) in self._names:
                 return self._names[id(value)]
             if id(value) in self._loop_operands:
                 value = self._loop_operands[id(value)]
             elif value.producer is not None and value.producer.name in _PASSED_BACKWARD:
-                value = get_source_operand(value)
+                source = get_source_operand(value)
+                if not broadcasts and value.producer.name == "broadcast_in_dim" and source.size < value.size:
+                    return ""
+                value = source
             else:
                 return ""
         return ""
 
     def _find_updated_weight_path(self, value: Value) -> str:
-        """Return the path of the weight that an update changes by the gradient `value`, or "" if there is none."""
-        todo, seen = [value], {id(value)}
+        """Return the path of the weight that an update changes by the gradient `value`, or "" if there is none.
+
+        If updates are not marked, it is the last variable on the way, because slots come before their weight.
+        """
+        todo, seen, found = [value], {id(value)}, ""
         for _ in range(_MAX_PASSED_OPS):
             if not todo:
-                return ""
+                break
             value = todo.pop(0)
             for op in value.uses:
                 # A sum over axes of size 1, such as the gradient of a bias, only changes the shape, so continue with
@@ -201,7 +210,9 @@ class CauseFinder:
                         if each is value and (id(op), number) in self._loop_results
                     ]
                 elif self._is_update(op) and (name := self._find_variable_beside_gradient(op, value)):
-                    return name
+                    if self._is_marked:
+                        return name
+                    found, results = name, list(op.results)
                 elif op.name in _PASSED_FORWARD or op.is_update or is_sum_of_one:
                     results = get_derived_results(op, value)
                 else:
@@ -210,7 +221,7 @@ class CauseFinder:
                     if id(result) not in seen:
                         seen.add(id(result))
                         todo.append(result)
-        return ""
+        return found
 
     def _is_update(self, op: Op) -> bool:
         return op.is_update if self._is_marked else op.name in ("add", "subtract", "multiply")
@@ -223,7 +234,8 @@ class CauseFinder:
                 continue
             scaled = other.producer is not None and other.producer.name == "multiply" and not self._is_marked
             for value in (other, *(other.producer.operands if other.producer is not None and scaled else ())):
-                name = self._find_copied_argument_path(value)
+                # A gradient has as many elements as its weight: a broadcast scale multiplies an activation.
+                name = self._find_copied_argument_path(value, broadcasts=False)
                 if name and (self._is_marked or name not in self._batch):
                     return name
         return ""

@@ -256,6 +256,9 @@ class _UserLineFinder:
             table = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
             rows = re.findall(r"^(\d+) (.*)$", table[1], re.MULTILINE) if table else []
             self._tables[name] = {int(number): row for number, row in rows}
+        # XLA prints the number of a parent frame plus one, so the first frame seems to be its own parent.
+        first = _parse_number_fields(self._tables["StackFrames"].get(1, ""))
+        self._parent_offset = int(first.get("parent_frame_id") == 1)
 
     def __call__(self, op: Op) -> str:
         """Return the innermost line of the user's code that caused an operation, as "train.py:31", or ""."""
@@ -264,7 +267,7 @@ class _UserLineFinder:
             return _format_file_and_line(file[1], int(line[1]))
         frame = re.search(r"stack_frame_id=(\d+)", op.metadata)
         number, seen = int(frame[1]) if frame else 0, set[int]()
-        while number and number not in seen:
+        while number > 0 and number not in seen:
             seen.add(number)
             row = _parse_number_fields(self._tables["StackFrames"].get(number, ""))
             location = _parse_number_fields(
@@ -273,7 +276,7 @@ class _UserLineFinder:
             file_name = self._tables["FileNames"].get(location.get("file_name_id", 0), "").strip('"')
             if file_name and _is_user_file(file_name):
                 return _format_file_and_line(file_name, location.get("line", 0))
-            number = row.get("parent_frame_id", 0)
+            number = row.get("parent_frame_id", 0) - self._parent_offset
         return ""
 
 

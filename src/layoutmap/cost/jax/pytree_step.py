@@ -34,13 +34,13 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 def describe_training_step(
     session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return the training step of a model. `optimizer` and `loss` take precedence over those of `train_with`.
+    """Return the training step of a model, on which `optimizer` is set. `loss` takes precedence over `train_with`'s.
 
     With the loss of `train_with`, `inputs` is a batch as for `check_parity`.
     """
     specs = session.specs
     state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
-    step = _CountedStep(state, specs, inputs, optimizer or state.optimizer, loss)
+    step = _CountedStep(state, specs, inputs, state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
     module, blocks, how_to_recompute = unwrap_train_state(model), list[list[str]](), ""
     if is_nnx_module(module):
