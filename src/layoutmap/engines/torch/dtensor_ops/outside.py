@@ -43,9 +43,9 @@ from layoutmap.engines.torch.dtensor_ops.guard import (
 )
 from layoutmap.engines.torch.dtensor_ops.local_values import check_value_is_not_shard
 from layoutmap.engines.torch.dtensor_ops.memories import check_no_slice_is_outdated
-from layoutmap.engines.torch.dtensor_ops.mode import (  # pyright: ignore[reportPrivateUsage]
+from layoutmap.engines.torch.dtensor_ops.mode import (
     enable_dtensor_ops_temporarily,
-    set_replicates_plain_tensors,
+    set_replicates_plain_tensors,  # pyright: ignore[reportPrivateUsage]
 )
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
