@@ -91,9 +91,9 @@ FAULTS = (
     Fault(
         "gradients of the shards of a batch are averaged, not summed up",
         "engines/torch/gather/gradients.py",
-        "joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)",
-        "joined = reduce_over_devices(joined, parameters[0].device_mesh, dim, reduce_op)\n"
-        "    joined = joined / parameters[0].device_mesh.size(dim)",
+        "joined = reduce_over_devices(joined, parameters[0].device_mesh, mesh_dim, reduce_op)",
+        "joined = reduce_over_devices(joined, parameters[0].device_mesh, mesh_dim, reduce_op)\n"
+        "    joined = joined / parameters[0].device_mesh.size(mesh_dim)",
         "torch",
     ),
     Fault(

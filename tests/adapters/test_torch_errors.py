@@ -241,7 +241,7 @@ def test_a_graph_for_one_device(name):
     assert not hasattr(model.forward, "__code__")
 
     nn.init.zeros_(plain[0].weight)
-    exec(caught.value.fix.rpartition("that: ")[2], {"plain": plain, "model": model})
+    exec(caught.value.fix.rpartition("the new one: ")[2], {"plain": plain, "model": model})
     torch.testing.assert_close(EXPORTS[name](plain, x)(x), model(x))
 
 

@@ -76,8 +76,14 @@ def test_a_function_needs_to_make_its_model_first(tmp_path):
     model, layout_map = make("Llama"), lm.LayoutMap(lm.create_mesh("model=2"), rest="replicated")
     model.save_pretrained(tmp_path)
     with pytest.raises(RuleError, match="names='checkpoint' needs an existing model"):
-        lm.load(lambda: make("Llama", seed=1), tmp_path, layout_map=layout_map, names="checkpoint")
-    other = layout_map.build(lambda: make("Llama", seed=1))
+        lm.load(
+            lambda: make("Llama", seed=1),
+            tmp_path,
+            layout_map=layout_map,
+            library="torch",
+            names="checkpoint",
+        )
+    other = layout_map.build(lambda: make("Llama", seed=1), library="torch")
     lm.load(other, tmp_path, names="checkpoint")
     assert_equal(
         model.state_dict(), {name: value.full_tensor() for name, value in other.state_dict().items()}

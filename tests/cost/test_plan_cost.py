@@ -102,7 +102,7 @@ class Module(nnx.Module):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"optimizer": "adamw"}, "optimizer='adamw' is not an optimizer"),
+        ({"optimizer": "adamx"}, "optimizer='adamx' is not an optimizer"),
         ({"inputs": jax.ShapeDtypeStruct((0, 256), "float32")}, "Module: the batch has no rows"),
     ],
 )

@@ -61,7 +61,7 @@ KINDS = {
         rule 2  d1\.kernl: matches no variable
           near misses  d1.kernel
           why          rules match from the start of a path, and none of the model's 1 path matches this pattern
-          fix          delete it, because other rules match the near misses
+          fix          delete it, because rule 1 matches d1.kernel
         """,
     ),
     "unused rule of all blocks": (
@@ -72,7 +72,7 @@ KINDS = {
         rule 1  blocks\.\d+\.upp: matches no variable
           near misses  blocks.0.up
           why          rules match from the start of a path, and none of the model's 2 paths matches this pattern
-          fix          delete it, because other rules match the near misses
+          fix          delete it, because rule 2 matches blocks.0.up
         """,
     ),
     "unused rule of one block": (
@@ -177,6 +177,14 @@ def test_a_mistyped_rule_is_corrected_to_the_layer_of_its_number(wrong, names, b
         for p in plan.problems
         if p.kind == "no rule" and p.subject.startswith(block.format(1)) and re.match(meant, p.subject)
     )
+
+
+def test_a_mistyped_rule_whose_layer_has_a_rule_is_deleted():
+    """Another layer is less similar, so it was not meant."""
+    rules = {r"h\.\d+\.fc1\.kernal$": (None, "model"), r"h\.\d+\.fc1\.kernel$": (None, "model")}
+    (unused,) = (p for p in plan_of(mlp_variables("fc1", "fc2"), rules).problems if p.kind == "unused rule")
+
+    assert "delete it, because rule 2 matches h.0.fc1.kernel" == unused.fix
 
 
 def test_each_of_two_mistyped_rules_is_corrected_to_its_own_layer():

@@ -134,7 +134,7 @@ warning: activation rule 2  blocks.*: never used, since earlier rules match all 
 warning: activation rule 3  blokcs: matches no layer
   near misses  blocks.0
   why          rules match from the start of a path, and none of the model's 3 paths matches this pattern
-  fix          delete it, because other rules match the near misses
+  fix          delete it, because rule 1 matches blocks.0
 
 warning: no rule matches these 2, so they are replicated; add rules, or set layout_map.rest = "replicated"
   norm.scale        add a rule: layout_map[r"norm\.scale$"] = (None,)

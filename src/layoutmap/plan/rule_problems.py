@@ -111,8 +111,8 @@ def find_unused_rule_problems(
             if rule.pattern in inside
             else f'did you mean r"{corrected}"? else delete it'
             if corrected
-            else "delete it, because other rules match the near misses"
-            if near and all(paths[path].rule for path in near)
+            else f"delete it, because rule {paths[near[0]].rule.number} matches {near[0]}"
+            if near and paths[near[0]].rule
             else "fix it, or delete it",
         )
 
@@ -130,29 +130,30 @@ def _find_correction(
         fits = shape is None or len(shape) == rule.layout.rank or is_keras_rule(rule.pattern)
         if not fits or not can_change:
             return None
-        if winner is None:
-            return _BONUS_WITHOUT_RULE
-        return 0 if rule.number < winner.number and winner.pattern != path else None
+        return _BONUS_WITHOUT_RULE if winner is None else 0
 
     near = candidates.find_nearest_candidates(rule.pattern, get_bonus=get_bonus)
-    for at, nearest in enumerate(near):
-        form = split_path_at_numbers(nearest)
-        same_form = [path for path in paths if split_path_at_numbers(path) == form]
-        intended = {*candidates.list_intended_candidates(rule.pattern, nearest, lambda p: paths[p].shape)}
-        lost = Counter(
-            winner.number for path in intended if (winner := paths[path].rule) and rule.number < winner.number
-        )
-        intended -= {
-            path
-            for path in intended
-            if (winner := paths[path].rule) and lost[winner.number] >= num_wins[winner.number]
-        }
-        if nearest in intended:
-            wanted = [path for path in same_form if path in intended]
-            unwanted = [path for path in same_form if path not in intended]
-            (pattern,) = merge_patterns([find_whole_path_pattern_parts(wanted, wanted, unwanted)])
-            return near[at:], pattern
-    return [], ""
+    if not near:
+        return [], ""
+    nearest = near[0]
+    form = split_path_at_numbers(nearest)
+    same_form = [path for path in paths if split_path_at_numbers(path) == form]
+    intended = {*candidates.list_intended_candidates(rule.pattern, nearest, lambda p: paths[p].shape)}
+    winners = {path: winner for path in intended if (winner := paths[path].rule)}
+    lost = Counter(winner.number for winner in winners.values() if rule.number < winner.number)
+    # A path keeps a rule that is exactly its name, or that would become unused.
+    intended -= {
+        path
+        for path, winner in winners.items()
+        if winner.pattern == path or lost[winner.number] >= num_wins[winner.number]
+    }
+    # If the nearest path keeps its rule, that rule has probably replaced this one, so no other path was meant.
+    if nearest not in intended or (nearest in winners and winners[nearest].number < rule.number):
+        return [], ""
+    wanted = [path for path in same_form if path in intended]
+    unwanted = [path for path in same_form if path not in intended]
+    (pattern,) = merge_patterns([find_whole_path_pattern_parts(wanted, wanted, unwanted)])
+    return near, pattern
 
 
 def _find_patterns_matching_inside(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:

@@ -80,7 +80,7 @@ class Plan(PlanTable):
             <BLANKLINE>
             replicated     saves  if sharded
             -----------  -------  -----------------
-            head.kernel  1.5 MiB  axis 0 over model
+            head.kernel  1.5 MiB  axis 1 over model
         """
         return count_memory(self)
 

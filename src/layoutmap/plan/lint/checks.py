@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import RULE_KINDS, Problem
 
 _LARGE_BYTES = 2**20  # report arrays that take at least this much memory on a device
+_POSITIONS = re.compile(r"\bwpe\b|pos(ition)?(al|s)?_emb|\bpos\b")
 _LEAST_SHARE = 0.05  # report tables that take at least this share of a device's weights
 
 
@@ -293,6 +295,8 @@ def _find_replicated_tables(linted: LintedPlan) -> Iterator[Finding]:
         w
         for w in linted.weights
         if w.list_axes("rows") or (w.list_axes("in") and rows & {*w.list_axis_sizes("out")})
+        # Tables of positions are small, and presets replicate them. Here only their names show that they are tables.
+        if w.assignment.variable.use is not None or not _POSITIONS.search(w.path)
     ]
     ids = {id(w.assignment) for w in tables}
     rest = [a for a in weights if id(a) not in ids and len(a.variable.shape) > 1]
