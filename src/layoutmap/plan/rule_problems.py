@@ -97,6 +97,7 @@ def find_unused_rule_problems(
             continue
         fitting, corrected = _find_correction(rule, candidate_paths, paths, num_wins)
         near = list(dict.fromkeys([*fitting, *candidate_paths.find_nearest_candidates(rule.pattern)]))[:3]
+        winner = paths[near[0]].rule if near else None
         yield Problem(
             "unused rule",
             "warning",
@@ -111,8 +112,8 @@ def find_unused_rule_problems(
             if rule.pattern in inside
             else f'did you mean r"{corrected}"? else delete it'
             if corrected
-            else f"delete it, because rule {paths[near[0]].rule.number} matches {near[0]}"
-            if near and paths[near[0]].rule
+            else f"delete it, because rule {winner.number} matches {near[0]}"
+            if winner
             else "fix it, or delete it",
         )
 
