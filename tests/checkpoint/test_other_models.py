@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,32 @@ def test_a_renamed_layer_is_compared_with_that_of_the_same_block(
     assert {f"h.{n}.{new}.kernel": f"not in the checkpoint; it has h.{n}.{old}.kernel" for n in range(3)} == {
         path: text for path, text in error.value.facts.items() if "it has" in str(text)
     }
+
+
+def test_the_fix_for_a_renamed_layer_is_a_name_table_that_loads_it(tmp_path: Path) -> None:
+    """The counterpart has the same shape, though another name is more similar."""
+    up, down = np.ones((4, 8), np.float32), np.ones((8, 4), np.float32)
+    lm.save({"up.kernel": up, "down.kernel": down}, tmp_path)
+    model = {"wide.kernel": np.zeros_like(up), "narrow.kernel": np.zeros_like(down)}
+    with pytest.raises(CheckpointError) as error:
+        lm.load(model, tmp_path)
+    (names,) = re.findall(r"names=(\{.*?\})", error.value.fix)
+    loaded = lm.load(model, tmp_path, names=ast.literal_eval(names))
+
+    assert {"wide.kernel": "up.kernel", "narrow.kernel": "down.kernel"} == ast.literal_eval(names)
+    assert np.array_equal(up, loaded["wide.kernel"])
+
+
+def test_lines_of_a_name_table_that_match_nothing_are_named(tmp_path: Path) -> None:
+    """Such as those of a table the wrong way around."""
+    lm.save({"up": np.ones(4, np.float32)}, tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        lm.load({"wide": np.ones(4, np.float32)}, tmp_path, names={"up": "wide"})
+
+    assert (
+        "matches no path of the model; a line is path of the model: name in the checkpoint"
+        == (error.value.facts["names 'up'"])
+    )
 
 
 def test_a_name_table_may_swap_names(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -16,7 +16,9 @@ from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.rules.near_misses import NearMissSearch
 
-_MOST_FACTS = 20
+_MAX_FACTS = 20
+_MAX_LINES = 3
+_BONUS_OF_EQUAL_SHAPE = 0.2
 Missing = Literal["error", "keep"]
 Extra = Literal["error", "ignore"]
 
@@ -99,20 +101,27 @@ class ModelValues:
         extra = rest if self._extra == "error" else []
         if not (wrong or missing or extra):
             return
-        near = NearMissSearch(rest, max_comparisons=10_000)
         facts: dict[str, object] = {}
-        for number, variable in enumerate(missing):
-            names = near.find_nearest_candidates(variable.path, 1) if number < _MOST_FACTS else ()
-            facts[variable.path] = "not in the checkpoint" + (f"; it has {names[0]}" if names else "")
+        renamed = self._find_similar_saved_paths(missing[:_MAX_FACTS], rest)
+        for variable in missing:
+            name = renamed.get(variable.path)
+            facts[variable.path] = "not in the checkpoint" + (f"; it has {name}" if name else "")
+        for line in self._renamed.list_unmatched_lines(v.path for v in variables) if self._renamed else ():
+            facts[f"names {line!r}"] = (
+                "matches no path of the model; a line is path of the model: name in the checkpoint"
+            )
         facts |= dict(wrong)
         facts |= dict.fromkeys(extra, "in the checkpoint, but not in the model")
-        shown = dict(list(facts.items())[:_MOST_FACTS])
+        shown = dict(list(facts.items())[:_MAX_FACTS])
         if len(facts) > len(shown):
             shown["and"] = f"{len(facts) - len(shown)} more"
         fixes = ["build the model that was saved"]
-        fixes += ["pass a name table as names=, if the checkpoint has other names"] * bool(
-            missing and extra and not self._renamed
-        )
+        if renamed and not self._renamed:
+            lines = [f"{path!r}: {name!r}" for path, name in renamed.items()]
+            table = ", ".join(lines[:_MAX_LINES] + [".."] * (len(lines) > _MAX_LINES))
+            fixes.append(
+                f"if layers were renamed, pass a name table from the model's paths: names={{{table}}}"
+            )
         fixes += ['pass missing="keep" to keep what the checkpoint does not have'] * bool(missing)
         fixes += ['pass extra="ignore" to leave out what the model does not have'] * bool(extra)
         fixes += ["pass cast=True to convert element types"] * any("dtype" in text for _, text in wrong)
@@ -122,6 +131,23 @@ class ModelValues:
             why=f"{len(facts)} variables differ; nothing was loaded",
             fix=", or ".join(fixes),
         )
+
+    def _find_similar_saved_paths(
+        self, variables: Iterable[VariableSpec], saved_paths: Iterable[str]
+    ) -> dict[str, str]:
+        """Return a dict from the path of each variable to the most similar saved path, preferably of its shape."""
+        near = NearMissSearch(saved_paths, max_comparisons=10_000)
+        found: dict[str, str] = {}
+        for variable in variables:
+
+            def get_bonus(path: str, shape: Sequence[int] = variable.shape) -> float:
+                return (
+                    _BONUS_OF_EQUAL_SHAPE if tuple(self.source.variables[path].shape) == tuple(shape) else 0
+                )
+
+            for name in near.find_nearest_candidates(variable.path, 1, get_bonus):
+                found[variable.path] = name
+        return found
 
     def make_block_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
         """Return a function that reads blocks of a variable's saved values, or `None` if it has none to load."""

@@ -121,6 +121,17 @@ class RenamedSource(Source):
                 found.setdefault(part.name, []).append(path)
         return found
 
+    def list_unmatched_lines(self, paths: Iterable[str]) -> list[str]:
+        """Return the path patterns of the lines of `names={..}` that match none of these paths of a model."""
+        known = list(paths)
+        # Shipped tables have lines for all models of a family, so lines without a match are usual.
+        lines = self._names.entries if self._names.where == "names" else ()
+        return [
+            line.path.text
+            for line in lines
+            if not any(line.path.match_name(path, allow_prefix=True) for path in known)
+        ]
+
     def is_not_stored(self, path: str) -> bool:
         """Return whether the table marks a variable of the model as not stored."""
         entry = self._names.find_entry(path)
