@@ -80,7 +80,7 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
         subjects = [first.subject, *(p.subject for p in rest)]
         new = format_merged_paths(subjects)
         fix = first.fix
-        # A fix that is equal for the whole group may name single blocks, so keep its path.
+        # If the fixes are equal, their path is not that of the problem's own block, so keep it.
         if any(p.fix != fix for p in rest):
             fix = fix.replace(
                 format_path_regex_as_python(subjects[:1]), format_path_regex_as_python(subjects)

@@ -126,7 +126,7 @@ class PlanTable(Mapping[str, Assignment]):
 
     @property
     def unused_dims(self) -> tuple[MeshDimension, ...]:
-        """The mesh dims of several devices over which no weight and no layer output is sharded."""
+        """The mesh dims larger than 1 over which no weight and no layer output is sharded."""
         layouts = [a.layout for a in self.assignments if a.variable.kind is Kind.WEIGHT]
         layouts += [match.layout for match in self.activations if match.layout is not None]
         used = {

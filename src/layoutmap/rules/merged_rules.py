@@ -96,7 +96,7 @@ def _make_general_regex(paths: Sequence[str], unwanted: Sequence[str]) -> str:
         >>> print(_make_general_regex(["h.0.w1", "h.0.w3", "h.1.w1", "h.1.w3"], ["h.0.w2", "h.1.w2"]))
         h\\.\\d+\\.w(1|3)$
     """
-    choices, separators = _list_number_alternatives(paths), split_path_at_numbers(paths[0])
+    choices, separators = _make_number_regexes(paths), split_path_at_numbers(paths[0])
     regex = _replace_numbers(paths[0], choices)
     if not _has_no_match(regex, unwanted):
         return ""
@@ -115,10 +115,10 @@ def _make_general_regex(paths: Sequence[str], unwanted: Sequence[str]) -> str:
 
 def make_exact_number_regex(paths: Sequence[str]) -> str:
     """Return a regex for paths that differ only in numbers. It matches only numbers that occur at the same position."""
-    return _replace_numbers(paths[0], _list_number_alternatives(paths))
+    return _replace_numbers(paths[0], _make_number_regexes(paths))
 
 
-def _list_number_alternatives(paths: Sequence[str]) -> list[str]:
+def _make_number_regexes(paths: Sequence[str]) -> list[str]:
     """Return a regex for each position of a number in the paths, which matches the numbers there."""
     columns = zip(*map(_NUMBER.findall, paths), strict=True)
     return [_join_alternatives(list(dict.fromkeys(column))) for column in columns]

@@ -13,7 +13,7 @@ from layoutmap.rules.index import RuleIndex
 
 @dataclass(frozen=True, slots=True)
 class RuleEntry:
-    """A rule with its compiled pattern. `has_uneven` says whether its `uneven` setting is not that of the map."""
+    """A rule with its compiled pattern. `has_uneven` says whether it has an `uneven` setting of its own."""
 
     rule: Rule
     compiled: re.Pattern[str]

@@ -112,7 +112,9 @@ def read_model_name_table(names: Names, model: object, adapter: CheckpointAdapte
     return None if names is None else read_name_table(names)
 
 
-def rename_and_select_weights(source: Source, table: NameTable | None) -> tuple[Source, list[SavedVariable]]:
+def rename_source_and_list_weights(
+    source: Source, table: NameTable | None
+) -> tuple[Source, list[SavedVariable]]:
     """Return a pair: the renamed source, and the list of its variables that are weights or moving statistics."""
     if table is not None:
         source = rename_source(source, table)

@@ -36,7 +36,12 @@ from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.saving.load import ModelLoader, find_model_mesh, mention_partial_load_in_errors
-from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, rename_and_select_weights
+from layoutmap.saving.model_source import (
+    ModelSource,
+    Names,
+    read_model_name_table,
+    rename_source_and_list_weights,
+)
 from layoutmap.saving.stream import compute_digest, release_other_processes_at_end
 from layoutmap.scope.process_group import MeshProcesses
 
@@ -245,7 +250,7 @@ def _store_needed_unchanged_weights(
     if not source.is_first_process:
         source.gather_until_released()
         return
-    named, _ = rename_and_select_weights(source, table)
+    named, _ = rename_source_and_list_weights(source, table)
     with release_other_processes_at_end(source):
         for name, checksum in unchanged.items():
             if compute_digest(named.read(name)) != checksum:

@@ -14,7 +14,12 @@ from layoutmap.checkpoint.links import open_link
 from layoutmap.checkpoint.stream_records import BeginRecord, StreamedVariable
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError
-from layoutmap.saving.model_source import ModelSource, Names, read_model_name_table, rename_and_select_weights
+from layoutmap.saving.model_source import (
+    ModelSource,
+    Names,
+    read_model_name_table,
+    rename_source_and_list_weights,
+)
 
 _MIN_FILE_BYTES = 1 << 30
 _MAX_FILES = 256  # the receiver keeps all files open, and the system limits the number of open files
@@ -87,7 +92,7 @@ class Stream:
         self._adapter = source.adapter
         self._table = read_model_name_table(names, model, source.adapter)
         # Try the names, so that an error is raised here, before the first iteration.
-        rename_and_select_weights(source, self._table)
+        rename_source_and_list_weights(source, self._table)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Gather and yield each weight. All processes of the model must iterate to the end."""
@@ -97,7 +102,7 @@ class Stream:
         elif not source.is_first_process:
             source.gather_until_released()
             return
-        named, variables = rename_and_select_weights(source, self._table)
+        named, variables = rename_source_and_list_weights(source, self._table)
         self.checksums = {}
         with release_other_processes_at_end(source):
             for variable in variables:
@@ -128,7 +133,7 @@ class Stream:
         if not source.is_first_process:
             source.gather_until_released()
             return
-        named, variables = rename_and_select_weights(source, self._table)
+        named, variables = rename_source_and_list_weights(source, self._table)
         with release_other_processes_at_end(source):
             link = open_link(sink, timeout_seconds)
             since = self._since or {}

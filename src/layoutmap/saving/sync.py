@@ -22,7 +22,7 @@ from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_checksums import find_variables_with_wrong_values
 from layoutmap.saving.sync_plan import SyncEndpoint, SyncMatching, SyncPlan
 from layoutmap.saving.sync_versions import (
-    begin_sync_version,
+    choose_and_record_sync_version,
     find_trainer_identity,
     has_stable_identity,
     record_sampler_version,
@@ -88,7 +88,7 @@ class Sync:
         """
         arrays = list(self._trainer.read_arrays(trainer).values())
         self._identity = find_trainer_identity(self._trainer.model, arrays, self._identity)
-        begun = begin_sync_version(self._identity, version, self.version)
+        begun = choose_and_record_sync_version(self._identity, version, self.version)
         old = self._sampler.read_arrays(sampler)
         model = self._sampler.model
         is_tree = not has_stable_identity(model)

@@ -61,7 +61,7 @@ def find_trainer_identity(trainer: object, arrays: Iterable[Array], last: object
     return identity
 
 
-def begin_sync_version(identity: object, version: int | None, last: int) -> int:
+def choose_and_record_sync_version(identity: object, version: int | None, last: int) -> int:
     """Return the version number of the next sync. Record it as the trainer's newest version, unless one is newer."""
     newest = _newest.get(identity, 0)
     begun = max(last + 1, newest) if version is None else version

@@ -148,7 +148,7 @@ def _make_subclass_with_call_handler(original: Any, is_pytree: bool) -> type[nnx
     """Return a subclass of a module class that passes each call to the handler of the instance."""
 
     @functools.wraps(original.__call__)
-    def call_with_handler(self: object, *args: object, **kwargs: object) -> object:
+    def call_through_handler(self: object, *args: object, **kwargs: object) -> object:
         call = functools.partial(original.__call__, self)
         # Code such as `type(layer)(..)` creates further instances of this subclass. These have no handler, so call them
         # as usual.
@@ -167,7 +167,11 @@ def _make_subclass_with_call_handler(original: Any, is_pytree: bool) -> type[nnx
         make, arguments, *rest = module.__reduce_ex__(protocol)
         return _restore_module, (make, arguments), *rest
 
-    body = {"__call__": call_with_handler, "__copy__": copy_module, "__reduce_ex__": reduce_module_for_pickle}
+    body = {
+        "__call__": call_through_handler,
+        "__copy__": copy_module,
+        "__reduce_ex__": reduce_module_for_pickle,
+    }
     body[_ORIGINAL_CLASS] = original
     body |= {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(original)(original.__name__, (original,), body, pytree=is_pytree)

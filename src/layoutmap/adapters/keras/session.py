@@ -186,7 +186,8 @@ class Session(KerasSession):
                 original_init(variable, initializer, *args, **kwargs)
             make_variable_pending(variable, self)
             self._materializer.record_pending_variable(variable)
-            # Keras copies `_layout` to slots, so let it tell the variable even before the variable has a layout.
+            # Keras copies `_layout` of a weight to its slots, where layoutmap finds the weight. It has no layout yet,
+            # so store a reference to it.
             variable._layout = weakref.ref(variable)
         else:
             original_init(variable, initializer, *args, **kwargs)

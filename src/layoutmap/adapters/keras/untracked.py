@@ -40,7 +40,7 @@ _NOT_SEARCHED = (
 
 # Python frees cycles at arbitrary times, so if this function finds ids, the session collects garbage (decisions/0005).
 def find_possible_garbage_ids(registry: Registry) -> set[int]:
-    """Return ids of possible garbage: variables and optimizers outside models, and root layers if several exist."""
+    """Return ids of possible garbage: variables and optimizers that no model uses, and root layers if several exist."""
     layers = registry.list_layers()
     tops = find_root_layers(layers)
     models = [layer for layer in layers if isinstance(layer, keras.Model)]

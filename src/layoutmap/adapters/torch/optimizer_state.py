@@ -48,7 +48,8 @@ Slots = Mapping[str, Any]
 """From the name of each slot to a `SlotForm`, nested like the slot."""
 
 _TENSOR = "Tensor"
-# Copy the values of tensors up to this size, such as a learning rate, because a step may read them.
+# In the dry run of a step, tensors of at most so many elements keep their values, since the step may read them, such
+# as a learning rate. Larger ones become meta tensors.
 _MAX_COPIED = 4096
 _NOT_COPIED = ("state", "param_groups")
 
@@ -143,7 +144,7 @@ def _copy_optimizer(
     parameter: torch.nn.Parameter,
     write_check: _ExistingTensorWriteCheck,
 ) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer that has no state and one parameter."""
+    """Copy an optimizer without its state and with only one parameter."""
     copied: torch.optim.Optimizer = object.__new__(type(optimizer))
 
     def copy_leaf(value: object) -> object:

@@ -190,7 +190,8 @@ def _iterate_peft_patches() -> Iterator[AttributePatch]:
 
 
 def _iterate_safetensors_patches() -> Iterator[AttributePatch]:
-    from safetensors import torch as functions  # the package has no attribute `torch` before this import ends
+    # This runs while the program imports `safetensors.torch`, so `safetensors` does not have the attribute `torch` yet.
+    from safetensors import torch as functions
 
     def wrap_remove_duplicate_names(original: Function) -> Function:
         def remove_duplicate_names(state_dict: dict[str, torch.Tensor], **options: object) -> object:

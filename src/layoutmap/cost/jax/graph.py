@@ -89,13 +89,13 @@ BARRIER = "optimization_barrier"  # operation that returns all its operands unch
 
 
 def get_source_operand(result: Value) -> Value:
-    """Return the operand that a result is made from: of a barrier, the one with the same value, otherwise the first."""
+    """Return the operand of a barrier that has the value of its result, or the first operand of another operation."""
     assert result.producer is not None
     return result.producer.operands[result.index if result.producer.name == BARRIER else 0]
 
 
 def get_derived_results(op: Op, operand: Value) -> Sequence[Value]:
-    """Return the results that are made from an operand: of a barrier, those with the same value, otherwise all."""
+    """Return the results of a barrier that have the value of its operand, or all results of another operation."""
     if op.name != BARRIER:
         return op.results
     return [result for result, each in zip(op.results, op.operands, strict=True) if each is operand]

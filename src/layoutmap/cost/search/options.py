@@ -48,7 +48,7 @@ class MeshRoles:
 
     mesh: Mesh
     data_dim: str | None  # dim that shards the batch, and if needed weights; None: no dim shards the batch
-    model_dim: str | None  # dim that shards layers; None: all dims of several devices shard the batch
+    model_dim: str | None  # dim that shards layers; None: all dims larger than 1 shard the batch
     replica_dims: tuple[str, ...] = ()  # further dims that shard the batch, but no weights
 
     @property

@@ -82,7 +82,7 @@ def install_corrections(mesh_shape: Sequence[int]) -> None:
 
 @contextmanager
 def correct_lowering_without_devices_temporarily() -> Generator[None]:
-    """Until the block ends, also correct programs that are lowered without devices, since they will run on a mesh."""
+    """Until the block ends, apply the corrections also to programs lowered without devices: they will run on a mesh."""
     token = _without_devices.set(True)
     try:
         with _PATCHES.activate():

@@ -81,7 +81,10 @@ class ArrayLayouts:
         if _explain_why_spec_has_no_layout(sharding.spec):
             return None
         _, made_on = self._mesh_of_array.get(id(array), (None, None))
-        specs, mesh = (_pad_spec_to_rank(sharding.spec, array.ndim), made_on or self.find_mesh(sharding.mesh))
+        specs, mesh = (
+            _cut_or_pad_spec_to_rank(sharding.spec, array.ndim),
+            made_on or self.find_mesh(sharding.mesh),
+        )
         return Layout(specs, mesh, memory=find_memory_kind(array) or None)
 
     def find_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | PlacementWithoutLayout:
@@ -96,7 +99,7 @@ class ArrayLayouts:
                 layout = self.get_layout(array)
                 assert layout is not None
                 return layout
-            return Layout(_pad_spec_to_rank(sharding.spec, array.ndim), convert_mesh(sharding.mesh))
+            return Layout(_cut_or_pad_spec_to_rank(sharding.spec, array.ndim), convert_mesh(sharding.mesh))
         except MeshError as error:
             return PlacementWithoutLayout(
                 f"{sharding.spec} on a mesh that layoutmap cannot express: {error.what}"
@@ -130,7 +133,7 @@ class ArrayLayouts:
         return array
 
 
-def _pad_spec_to_rank(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
+def _cut_or_pad_spec_to_rank(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
     # Under explicit axes, JAX adds the axes of the key data to the spec of random keys, so remove these entries.
     return [*spec[:rank], *[None] * (rank - len(spec))]
 

@@ -433,12 +433,16 @@ class _TransferProgram:
         found = dict[int, jax.Array]()
         for numbers, blocks in zip(self._groups, received, strict=True):
             transfer = self._transfers[numbers[0]]
-            made = blocks[0] if transfer.steps else self._join_rounds(transfer, len(numbers), blocks)
+            made = (
+                blocks[0]
+                if transfer.steps
+                else self._assemble_received_blocks(transfer, len(numbers), blocks)
+            )
             made = jax.lax.bitcast_convert_type(made, transfer.sent_dtype).astype(transfer.dtype)
             found.update(zip(numbers, made, strict=True))
         return [found[k] for k in range(len(self._transfers))]
 
-    def _join_rounds(self, transfer: _Transfer, num_arrays: int, blocks: Arrays) -> jax.Array:
+    def _assemble_received_blocks(self, transfer: _Transfer, num_arrays: int, blocks: Arrays) -> jax.Array:
         """Return this device's shards of stacked arrays, assembled from the blocks that it got in each round."""
         num_devices, place = self._meshes[1].size, jax.lax.axis_index(_DIM)
         made = _view_as_integers(jnp.zeros((num_arrays, *transfer.target_shape), transfer.sent_dtype))

@@ -93,7 +93,7 @@ def copy_module_with_layouts(
     mesh: Mesh,
     argument_layouts: Sequence[Layout | None],
     result_layouts: Sequence[Layout | None],
-    choose_mark_layout: Callable[[str, tuple[int, ...]], Layout | None],
+    choose_layer_output_layout: Callable[[str, tuple[int, ...]], Layout | None],
 ) -> _ir.Operation:
     """Return a copy of a module for a mesh, with layouts of its arguments, results, and layer outputs.
 
@@ -103,7 +103,7 @@ def copy_module_with_layouts(
         argument_layouts: The layout of each argument of its main function; `None`: the partitioner chooses.
         result_layouts: The layout of each result; `None`: the partitioner chooses. A result with a layout reuses the
             memory of the argument at its position.
-        choose_mark_layout: Returns the layout of a mark by the name of its operation and its shape; `None`: remove it.
+        choose_layer_output_layout: Returns the layout of a mark by the name of its operation and its shape; `None`: remove it.
     """
     with module.context, _ir.Location.unknown():
         copy = module.operation.clone()
@@ -123,7 +123,7 @@ def copy_module_with_layouts(
             main.attributes[name] = _make_layout_attributes(main.attributes, name, layouts, types, aliases)
         for op in list_layer_marks(copy):
             name, shape = getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)
-            _replace_mark_by_layout(op, choose_mark_layout(name, shape))
+            _replace_mark_by_layout(op, choose_layer_output_layout(name, shape))
         return copy
 
 

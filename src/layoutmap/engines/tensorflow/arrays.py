@@ -139,7 +139,7 @@ def unwrap_variable(array: Array) -> tf.Tensor:
 
 
 def get_static_shape(tensor: tf.Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor with known sizes."""
+    """Return the shape of a tensor as integers. All its sizes must be known, which is not checked."""
     return tuple(tensor.shape)  # pyright: ignore[reportReturnType]
 
 

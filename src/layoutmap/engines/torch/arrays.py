@@ -259,13 +259,13 @@ def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> 
     """Shard a plain tensor (see `convert_fitting_layout`), and return the DTensor. Gradients flow back."""
     convert_fitting_layout(layout, tuple(tensor.shape), pad=pad)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return record_layout(_ShardTensor.apply(tensor, layout), layout)
+        return record_layout(_ShardTensorFunction.apply(tensor, layout), layout)
     return create_from_blocks(
         tuple(tensor.shape), tensor.dtype, layout, lambda index: tensor.detach()[index].clone()
     )
 
 
-class _ShardTensor(AutogradFunction):
+class _ShardTensorFunction(AutogradFunction):
     """Shard an unsharded tensor. Backward gathers the gradient."""
 
     @staticmethod

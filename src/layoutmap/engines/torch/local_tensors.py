@@ -162,7 +162,9 @@ def make_simulation_patches(
         AttributePatch(Shard, "local_shard_size_and_offset", _make_cached_shard_size_function),
         AttributePatch(StridedShard, "local_shard_size_and_offset", _make_cached_shard_size_function),
         AttributePatch(
-            StridedShard, "_to_replicate_tensor", functools.partial(_make_gather_per_shard_size, type(mode))
+            StridedShard,
+            "_to_replicate_tensor",
+            functools.partial(_make_gather_of_unequal_shards, type(mode)),
         ),
         AttributePatch(local_tensors, "_for_each_rank_run_func", make_rank_loop),
         AttributePatch(local_tensors, "_compute_local_tensor_meta", make_meta_reader),
@@ -223,7 +225,7 @@ def _make_cached_shard_size_function(find_size_and_offset: Any) -> object:
     return staticmethod(find_cached_shard_size) if is_static else find_cached_shard_size
 
 
-def _make_gather_per_shard_size(
+def _make_gather_of_unequal_shards(
     make_simulation: Callable[[frozenset[int]], AbstractContextManager[Any]], gather: Function
 ) -> object:
     """Return a gather of strided shards, separate for each size, because torch assumes one size for all ranks."""

@@ -289,8 +289,8 @@ def _find_changed_unsharded_positions(func: Function, args: Args) -> list[int | 
 def _select_list_items(args: Args, positions: Sequence[Any]) -> Args:
     """Return the arguments of an operator of lists, with only the items at some positions of each list."""
 
-    def select_items(value: Any) -> object:
+    def select_items_if_list(value: Any) -> object:
         is_list = isinstance(value, (list, tuple)) and len(value) == len(args[0])  # pyright: ignore[reportUnknownArgumentType]
         return [value[position] for position in positions] if is_list else value  # pyright: ignore[reportUnknownVariableType]
 
-    return tuple(map(select_items, args))
+    return tuple(map(select_items_if_list, args))

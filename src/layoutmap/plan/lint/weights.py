@@ -221,7 +221,8 @@ class LintedPlan:
             v = a.variable
             if len(v.shape) != 2:
                 continue
-            # Stacked layers have norms of (layers, features), so a router of unknown use in this order needs its name.
+            # Norms of stacked layers also have the axes (layers, features). So a weight of unknown use with the axes
+            # (experts, features) must have the name of a router.
             orders = (v.shape, v.shape[::-1])[: 1 + bool(v.use is None and ROUTER.search(v.path))]
             if v.use and v.use.roles[0].startswith("out"):
                 orders = (v.shape[::-1],)

@@ -341,7 +341,7 @@ def _make_batch_placing_step(
 
 
 def _copy_or_place_batch(batch: object, session: KerasSession) -> Any:
-    """Return a copy of a numpy batch, which `jax.jit` places faster on one device. Place others on the mesh."""
+    """Copy a batch of numpy arrays, which `jax.jit` then places on one device, or place another batch on the mesh."""
     if type(batch) is tuple and all(leaf is None or type(leaf) is np.ndarray for leaf in batch):
         return tuple(None if leaf is None else leaf.copy() for leaf in batch)
     return place_on_mesh(batch, session)

@@ -1,6 +1,6 @@
 """Replay recorded operations in one pass, if each element depends on few others at known positions.
 
-A `ReaderBuilder` turns the operations that a tensor depends on into readers. If an operation needs more than the
+A `ElementReaderBuilder` turns the operations that a tensor depends on into readers. If an operation needs more than the
 elements at the same position, it raises an error whose text is shown in plans.
 """
 
@@ -85,7 +85,7 @@ class IndexMap(NamedTuple):
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 
-class ReaderBuilder:
+class ElementReaderBuilder:
     """Build readers that compute tensors in one pass over the recorded operations.
 
     Args:

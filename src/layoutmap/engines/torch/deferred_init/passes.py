@@ -68,7 +68,7 @@ def iterate_spans_in_order(
 def iterate_spans_by_tiles(
     shape: Sequence[int], indices: Sequence[Index], piece_numel: int
 ) -> Iterator[tuple[ElementSpan, list[BlockSlice]]]:
-    """Yield the spans of each block, each with its `BlockSlice`. Spans end at borders of tiles or of the block."""
+    """Yield ranges of elements that cover each block, and their places in it. None crosses a border of tiles."""
     columns = count_row_elements(shape)
     # The first axis of which a row contains all elements; the axes before it number the rows.
     row_axis = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)

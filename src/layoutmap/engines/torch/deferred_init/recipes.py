@@ -9,7 +9,7 @@ import torch
 
 from layoutmap.core.blocks import Index, compute_block_shape, make_full_index
 from layoutmap.core.checksums import compute_checksum
-from layoutmap.engines.torch.deferred_init.elementwise import NeedsWholeTensorError, ReaderBuilder
+from layoutmap.engines.torch.deferred_init.elementwise import ElementReaderBuilder, NeedsWholeTensorError
 from layoutmap.engines.torch.deferred_init.passes import iterate_spans_by_tiles, iterate_spans_in_order
 from layoutmap.engines.torch.deferred_init.replay import find_needed_operation_numbers, replay_operations
 from layoutmap.engines.torch.deferred_init.spans import UnreadableSpanError
@@ -51,7 +51,7 @@ class Recipe:
         by_blocks = any(operation.seed is not None or _is_read_from_file(operation) for operation in past)
         self._reads = iterate_spans_by_tiles if by_blocks else iterate_spans_in_order
         try:
-            ReaderBuilder(operations).make_reader(view, end_number)
+            ElementReaderBuilder(operations).make_reader(view, end_number)
         except NeedsWholeTensorError as reason:
             self.why_global = str(reason)
 
@@ -135,7 +135,7 @@ class Recipe:
             return None
         decisive = operation.name == "any"  # element value that decides the result and ends the pass
         try:
-            reader = ReaderBuilder(self._operations, self._piece).make_reader(source, number)
+            reader = ElementReaderBuilder(self._operations, self._piece).make_reader(source, number)
             shape = source.geometry.shape
             reads = self._reads(shape, [make_full_index(shape)], self._piece)
             values = (reader.read_span(span) for span, _ in reads)
@@ -150,7 +150,7 @@ class Recipe:
         order = self._view.axis_order
         indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
         permuted = [block.permute(order) for _, block in blocks]
-        reader = ReaderBuilder(self._operations, self._piece).make_reader(self._view, self._end_number)
+        reader = ElementReaderBuilder(self._operations, self._piece).make_reader(self._view, self._end_number)
         try:
             with torch.no_grad():
                 for span, parts in self._reads([self.shape[axis] for axis in order], indices, self._piece):

@@ -220,7 +220,7 @@ class _GradientPlacements:
         self.summed = set[int]()  # mesh dims over which devices use different parts of the tensor
 
     def find_gradient_placements(self) -> tuple[Placement, ...]:
-        """Return the placements of the gradient. They may change until the forward pass ends."""
+        """Return the placements of the gradient that `to_local` gets. They may change until the forward pass ends."""
         if self._requested is not None:
             return self._requested
         return tuple(

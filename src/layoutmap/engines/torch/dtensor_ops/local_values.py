@@ -54,7 +54,7 @@ def has_shard(values: object) -> bool:
 
 
 def mark_local_results(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
-    """Mark the results of a function that each device has called with its own tensors, and return them."""
+    """Return the results of a function of local tensors, after recording whether they differ between devices."""
     differs = has_shard((args, kwargs))
     for each in tree_leaves((result, args[:1] if is_in_place(function) else (), kwargs.get("out"))):
         if isinstance(each, torch.Tensor) and not isinstance(each, DTensor):

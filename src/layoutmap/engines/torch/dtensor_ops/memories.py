@@ -231,7 +231,7 @@ def _check_and_call_torch_function(
 
 
 def _stop_checking_for_outdated_slices() -> None:
-    """Stop checking functions for outdated slices."""
+    """Remove the check that functions get no slice of a DTensor that was changed after the slice was taken."""
     owner: Any = DTensor
     owner.__torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportUnknownMemberType]
     owner.__repr__ = _ORIGINAL_REPR

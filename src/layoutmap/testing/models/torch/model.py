@@ -317,7 +317,7 @@ from layoutmap.adapters.torch import train_with
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kinds of all its parts, in order."""
+        """The kinds of all layers and wrappers of the model, in order."""
         return tuple(
             kind for module_class in self.classes for part in module_class.parts for kind in part.kinds
         )
