@@ -103,7 +103,7 @@ def copy_module_with_layouts(
         argument_layouts: The layout of each argument of its main function; `None`: the partitioner chooses.
         result_layouts: The layout of each result; `None`: the partitioner chooses. A result with a layout reuses the
             memory of the argument at its position.
-        choose_layer_output_layout: Returns the layout of a mark by the name of its operation and its shape; `None`: remove it.
+        choose_layer_output_layout: Returns the layout of a mark by its operation name and shape; `None`: remove it.
     """
     with module.context, _ir.Location.unknown():
         copy = module.operation.clone()
