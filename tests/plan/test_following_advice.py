@@ -140,9 +140,10 @@ def draw_odd_block(data, rules, plan):
 @settings(max_examples=100 if EVERYTHING else 1, phases=[Phase.generate], deadline=None)
 @given(st.data())
 def test_all_advice_repairs_a_map_with_one_mistake(mutate, data):
-    """A device then holds no more bytes of kernels and tables than with the map without the mistake.
+    """A device then holds no more bytes than with the map without the mistake.
 
     Two swapped rules may leave a kernel sharded by rows that was sharded by columns, and its bias is then replicated.
+    So for these, biases do not count.
     """
     variables = data.draw(models())
     mesh = Mesh(None, data.draw(st.sampled_from(MESHES)))
@@ -152,7 +153,11 @@ def test_all_advice_repairs_a_map_with_one_mistake(mutate, data):
     plans, steps = follow_all(data, variables, mesh, mutate(data, good, original), rest)
     if mutate is not draw_odd_block:
         after, before = (
-            sum(a.device_bytes for a in plan.assignments if not a.variable.path.endswith("bias"))
+            sum(
+                a.device_bytes
+                for a in plan.assignments
+                if mutate is not draw_swap or not a.variable.path.endswith("bias")
+            )
             for plan in (plans[-1], original)
         )
         assert after <= before, "\n".join(steps)

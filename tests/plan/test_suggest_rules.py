@@ -123,6 +123,12 @@ def test_the_output_of_a_fused_attention_is_a_row_kernel(columns):
         ({"0.weight": (64, 16), "1.weight": (12, 64)}, ["1.weight"], ["0.weight"]),
         ({"0.0": (16, 64), "0.1": (64,), "1.0": (64, 64), "2.0": (64, 16)}, ["0.0", "2.0"], ["1.0"]),
         ({"qkv": (64, 96), "proj": (64, 64)}, ["qkv"], ["proj"]),
+        # The outputs of a `kernel` are its last axis, though 16 is the wider and rarer size.
+        (
+            {"up.kernel": (16, 8), "down.kernel": (8, 16), "norm": (8,), "shift": (8,)},
+            ["up.kernel"],
+            ["down.kernel"],
+        ),
         ({"wte": (512, 64), "head": (64, 512), "wpe": (32, 64)}, ["head"], ["wte", "wpe"]),
     ],
 )

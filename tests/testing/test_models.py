@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import forked
 import pytest
-from cases import few, xla_settings
+from cases import examples, few, xla_settings
 from testing.drawn_kinds import smallest_with
 
+from layoutmap.core.variables import Kind
+from layoutmap.plan.lint.inferred_roles import infer_axis_uses
 from layoutmap.testing import models
 
 PROCESSES = ("jax", "torch")
@@ -69,3 +72,19 @@ def test_cases_shrink(library):
     }
 
     assert len(layers.get(library, lambda: model.lines)()) <= (3 if library in layers else 4)
+
+
+@pytest.mark.skipif(HERE != "jax", reason="a torch weight may have its outputs on either axis")
+@pytest.mark.parametrize("library", ["keras", "nnx"])
+def test_inferred_roles_are_those_of_the_library(library):
+    """Roles that lint infers from names and shapes are what the adapter knows, or stay unknown."""
+    for seed in range(20261201000, 20261201000 + examples(100)):
+        weights = [a.variable for a in models.draw(seed, library).plan().assignments]
+        weights = [v for v in weights if v.kind is Kind.WEIGHT]
+        inferred = infer_axis_uses(replace(v, use=None) for v in weights)
+        for v in weights:
+            if v.key in inferred and v.use is not None and len(v.shape) > 1:
+                known, found = (
+                    [role.partition(".")[0] for role in use.roles] for use in (v.use, inferred[v.key].use)
+                )
+                assert known == found, (seed, v.path, v.shape)

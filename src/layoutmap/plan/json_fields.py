@@ -97,11 +97,11 @@ def convert_json_to_type(data: Any, target_type: type[T], where: str = "") -> T:
         ) from error
     except msgspec.ValidationError as error:
         match = _MESSAGE.fullmatch(str(error))
-        what, path = (match[1], match[2] or "") if match else (str(error), "")
+        message, path = (match[1], match[2] or "") if match else (str(error), "")
         for name, number in _STEP.findall(path):
             data = data[name or int(number)]
         at = (where + path).removeprefix(".") or "plan"
-        raise _make_conversion_error(what, at, data) from error
+        raise _make_conversion_error(message, at, data) from error
 
 
 def convert_json_values_to_type(data: dict[str, Any], target_type: Any, where: str) -> dict[str, Any]:
@@ -109,10 +109,10 @@ def convert_json_values_to_type(data: dict[str, Any], target_type: Any, where: s
     return {name: convert_json_to_type(value, target_type, f"{where}.{name}") for name, value in data.items()}
 
 
-def _make_conversion_error(what: str, where: str, value: Any) -> PlanError:
-    """Return the error to raise for a value that msgspec refused. `what` is the message of msgspec."""
-    field = re.search("field `(.*)`", what)
-    if field and "missing" in what:
+def _make_conversion_error(message: str, where: str, value: Any) -> PlanError:
+    """Return a plan error for a value that msgspec refused with a message."""
+    field = re.search("field `(.*)`", message)
+    if field and "missing" in message:
         return make_plan_file_error(f"{where} has no {field[1]!r}", "this field is required")
     if field:
         kinds = PlanJsonObject.__subclasses__()
@@ -123,12 +123,12 @@ def _make_conversion_error(what: str, where: str, value: Any) -> PlanError:
         return make_plan_file_error(
             f"{where}: {shorten_repr(field[1])} is not known", "a plan has no such key", fix
         )
-    if what.startswith("Invalid enum value"):
+    if message.startswith("Invalid enum value"):
         return make_plan_file_error(f"{where} is not known", f"it is {shorten_repr(value)}")
     for pattern, expected in _WANTED:
-        if found := re.search(pattern, what.partition(", got")[0]):
+        if found := re.search(pattern, message.partition(", got")[0]):
             return make_plan_file_type_error(where, value, found.expand(expected))
-    return make_plan_file_error(f"{where}: {what}", f"it is {shorten_repr(value)}")
+    return make_plan_file_error(f"{where}: {message}", f"it is {shorten_repr(value)}")
 
 
 def _find_json_path(data: Any, expected: Any, where: str) -> str:

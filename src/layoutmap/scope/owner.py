@@ -125,12 +125,11 @@ def _list_referenced_objects(function: FunctionType) -> list[object]:
 
 
 def _list_attributes(modules: Iterable[ModuleType], names: Collection[str]) -> list[object]:
+    """Return the attributes of modules with these names. A lazy module imports the library that defines one."""
     found = list[object]()
     for module in modules:
         for name in names:
-            with suppress(
-                Exception
-            ):  # a lazy module imports what defines the attribute, which may be missing
+            with suppress(Exception):  # the import of a library that is missing or broken raises any error
                 found.append(getattr(module, name))
     return found
 

@@ -60,6 +60,11 @@ class _Array(NamedTuple):
         return self.variable.shape
 
     @property
+    def possible_output_axes(self) -> Sequence[int]:
+        """The axes of two that may be the outputs: the last one of a `kernel` of flax or Keras, otherwise either."""
+        return (1,) if self.variable.path.rpartition(".")[2] == "kernel" else (0, 1)
+
+    @property
     def is_transposed(self) -> bool:
         """Whether its first axis is probably the output, as in a torch or Equinox `weight`."""
         return self.variable.path.rpartition(".")[2] == "weight"
@@ -150,7 +155,8 @@ def _infer_attention(block: Sequence[_Array]) -> _Roles:
     elif len(query.shape) == 2:
         into = {*query.shape} & {*key.shape} & {*value.shape}
         known = [axis for axis in (0, 1) if any(a.shape[1 - axis] not in into for a in (query, key, value))]
-        out = 1 - known[0] if len(known) == 1 else int(not query.is_transposed)
+        is_known = len(known) == 1 and 1 - known[0] in query.possible_output_axes
+        out = 1 - known[0] if is_known else int(not query.is_transposed)
         for array in (query, key, value):
             yield array, _make_roles(out)
         for taker in [a for a in takers if a.shape == query.shape[::-1]][:1]:
@@ -215,8 +221,9 @@ def _list_output_axes(first: _Array, second: _Array) -> Sequence[int]:
     """Return the axes that can be the outputs of two kernels, if the second takes the output of the first, or half."""
     return [
         out
-        for out in (0, 1)
-        if first.shape[1 - out] == second.shape[out]
+        for out in first.possible_output_axes
+        if out in second.possible_output_axes
+        and first.shape[1 - out] == second.shape[out]
         and first.shape[out] in (second.shape[1 - out], 2 * second.shape[1 - out])
     ]
 
@@ -248,7 +255,7 @@ def _infer_single_kernels(
             continue
         is_kernel = array.variable.path.endswith(".kernel") or _HEAD.fullmatch(array.name)
         biases = {bias.shape[0] for bias in _list_biases(array, containers) if len(bias.shape) == 1}
-        fitting = [axis for axis in (0, 1) if array.shape[axis] in biases]
+        fitting = [axis for axis in array.possible_output_axes if array.shape[axis] in biases]
         if fitting or is_kernel:
             yield array, _make_roles(fitting[0] if len(fitting) == 1 else int(not array.is_transposed))
 
