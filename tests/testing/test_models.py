@@ -84,7 +84,7 @@ def test_inferred_roles_are_those_of_the_library(library):
         inferred = infer_axis_uses(replace(v, use=None) for v in weights)
         for v in weights:
             if v.key in inferred and v.use is not None and len(v.shape) > 1:
-                known, found = (
-                    [role.partition(".")[0] for role in use.roles] for use in (v.use, inferred[v.key].use)
-                )
-                assert known == found, (seed, v.path, v.shape)
+                pairs = zip(v.use.roles, inferred[v.key].use.roles, strict=True)
+                # An axis such as the rank of LoRA is never sharded, and so has no role.
+                known = [(role, found) for role, found in pairs if role]
+                assert all(role[:2] == found[:2] for role, found in known), (seed, v.path, v.shape)
