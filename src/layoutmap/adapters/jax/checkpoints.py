@@ -197,7 +197,7 @@ def _is_shape_without_values(leaf: object) -> bool:
 
 
 def _find_variable_of_each_array(tree: object) -> list[Any]:
-    """Return, for each array of a pytree, the nnx Variable that has the array as its value, or None if there is none."""
+    """Return, for each array of a pytree, the nnx Variable with the array as its value, or None if there is none."""
     found: list[Any] = []
     for node in jax.tree.leaves(tree, is_leaf=is_nnx_variable):
         if is_nnx_variable(node):

@@ -78,7 +78,7 @@ def get_parameter_tree(params: object, wrt: Any = None) -> object:
 
 
 def describe_weights(params: object) -> tuple[dict[PathParts, VariableSpec], dict[tuple[str, str], Layout]]:
-    """Return two dicts: from a path's parts to the description of a parameter, and from `key` to a sharded one's layout.
+    """Return two dicts: from path parts to parameters' descriptions, and from `key` to layouts of sharded parameters.
 
     Args:
         params: A pytree of arrays, or of objects with `shape` and `dtype`.
