@@ -363,7 +363,7 @@ def _relayout_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
 
 
 def find_local_shard_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
-    """Return a dict from starts and stops to the index, for each distinct shard of this process in a layout."""
+    """Return the index of each distinct shard of this process in a layout. The keys are its starts and stops."""
     here = bind_mesh(layout.mesh).local_device_ids
     return {ends: index for ends, (index, _) in group_devices_by_shard(layout, shape, here).items()}
 
