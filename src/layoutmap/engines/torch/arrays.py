@@ -302,7 +302,7 @@ def gather_tensor(array: Any) -> torch.Tensor:
 
 
 def relayout_dtensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
-    """Convert a DTensor to a layout (see `convert_fitting_layout`). Gradients flow back if the mesh stays the same."""
+    """Relayout a DTensor (see `convert_fitting_layout`). Gradients flow back if the mesh stays the same."""
     native, placements = convert_fitting_layout(layout, tuple(array.shape), pad=pad)
     check_no_slice_is_outdated("reading a tensor", array)
     # Simulated collectives fail on a mesh without rank 0, so use `_relayout_by_broadcasts` for such a mesh.

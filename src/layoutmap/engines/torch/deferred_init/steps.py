@@ -1,7 +1,7 @@
 """Describe recorded operations, and views of memory that is not allocated.
 
-A deferred tensor is a `View` of a `DeferredMemory`. Views are not recorded, because torch reports the memory of an
-operation's result. So each recorded operation creates or changes memory, and a list of them is a tensor's history.
+A deferred tensor is a `View` of a `DeferredMemory`. Views are not recorded, because torch reports the memory of
+an operation's result. So each recorded operation creates or changes memory, and a list of them is a tensor's history.
 """
 
 from __future__ import annotations
