@@ -347,7 +347,7 @@ class Tape:
         )
 
     def _make_recorded_argument(self, leaf: object) -> object:
-        """Return an argument in the form to record: a `View`, `Constant`, None for a generator, or itself."""
+        """Return an argument to record: a `View`, `Constant`, None for a generator, or itself."""
         if isinstance(leaf, torch.Generator):
             return None
         if not isinstance(leaf, torch.Tensor):
