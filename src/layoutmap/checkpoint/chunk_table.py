@@ -157,9 +157,7 @@ def build_chunk_tables(
             (own,), wanted = np.nonzero(owners == number), make_full_index(group[number].shape)
             if (found := find_coverage_fault(begins[own], ends[own], wanted)) is not None:
                 cell, times = found
-                raise ValueError(
-                    f"{group[number].path}: {times or 'no'} chunks contain {format_index(cell)}, and exactly one must"
-                )
+                raise ValueError(f"{group[number].path}: {times or 'no'} chunks contain {format_index(cell)}")
         borders = itertools.pairwise(itertools.accumulate(counts, initial=0))
         tables |= {
             each.path: ChunkTable(columns, range(*pair)) for each, pair in zip(group, borders, strict=True)
@@ -194,7 +192,7 @@ def _convert_to_int64_array(values: Sequence[Any], shape: tuple[int, ...]) -> Nu
     # For text, fractions, or numbers over 64 bits in a damaged file, numpy chooses a different dtype, so check it.
     if found.size and (found.dtype != np.int64 or found.shape != shape):
         raise ValueError(
-            f"the integers in the rows of the chunks are {found.dtype}{list(found.shape)}, and must be int64{list(shape)}"
+            f"the integers in chunk rows are {found.dtype}{list(found.shape)}, and must be int64{list(shape)}"
         )
     return found.reshape(shape).astype(np.int64, copy=False)
 
