@@ -6,7 +6,7 @@ import re
 
 _RULE = re.compile(
     r"""layout_map(\.activations)?\[r?(["'])(.+?)\2\](?: = \(((?:[^()]|\([^()]*\))*)\))?"""
-)  # groups: `.activations` or None, quote, pattern, specs
+)  # groups of a match: `.activations` or None, quote, pattern, specs
 _CHANGE = re.compile(r"""(change rule \d+ to )\(((?:[^()]|\([^()]*\))*)\)""")
 _OPTION = re.compile(r"""(?:layout_map\.)?\b(rest|uneven) ?= ?"(\w+)\"""")
 _POLICIES = re.compile(r"""\buneven=\("(\w+)", "(\w+)"\)""")

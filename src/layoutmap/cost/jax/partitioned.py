@@ -52,7 +52,7 @@ _UNEQUAL = re.compile(
 
 
 def parse_partitioned_step(text: str, mesh: Mesh) -> Block:
-    """Return a module's entry computation as a block. Its collectives have the mesh dims over which they exchange."""
+    """Return a module's entry computation as a block. Its collectives have the mesh dims over which they send data."""
     bodies, entry = parse_computations(text)
     return _BlockReader(bodies, mesh).read_block(entry)
 
