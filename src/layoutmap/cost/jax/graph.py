@@ -60,9 +60,8 @@ class Op:
     key: Any = None  # operations with equal keys and operands have equal results; None: never merged
     metadata: str = ""
     """XLA's metadata: the operation's name in the traced function, and its source line."""
-    function: str = (
-        ""  # function, such as "erfc", that XLA computes by this and other operations; empty: none
-    )
+    # function, such as "erfc", that XLA computes by this and other operations; empty: none
+    function: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -34,9 +34,8 @@ class LayoutOption:
     """Choice of a layout for a variable group, independent of the mesh."""
 
     model_axis: int | None = None  # axis that the model dim shards
-    shards_data_dim: bool = (
-        False  # whether the data dim also shards an axis, so that each use gathers the weight
-    )
+    # whether the data dim also shards an axis, so that each use gathers the weight
+    shards_data_dim: bool = False
 
 
 REPLICATED = LayoutOption()
