@@ -37,7 +37,7 @@ class StepTracer(Protocol):
         ...
 
     def should_recompute(self, path: str) -> bool:
-        """Return whether the backward pass recomputes the activations of the layer at a path from its input.
+        """Return whether the backward pass recomputes a layer's activations from the layer's input.
 
         Args:
             path: The layer's path. It is false for layers inside of a layer for which it is true.
@@ -50,7 +50,7 @@ class StepTracer(Protocol):
 
 
 @dataclass(frozen=True)
-class BatchArray:
+class BatchArraySpec:
     """Describe one array of a batch by name, shape, and dtype.
 
     Args:
@@ -82,7 +82,7 @@ class TrainingStep:
 
     name: str
     variables: Sequence[VariableSpec]
-    batch: Sequence[BatchArray]
+    batch: Sequence[BatchArraySpec]
     blocks: Sequence[Sequence[str]]
     run: Callable[[StepTracer, Mapping[Key, Any], Sequence[Any]], Mapping[Key, Any]]
     notes: Sequence[str] = ()

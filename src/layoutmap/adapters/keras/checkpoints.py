@@ -185,7 +185,7 @@ DefaultNames = Mapping[str, Sequence[Any]]
 
 
 def _collect_default_names(model: Any) -> DefaultNames:
-    """Return the `DefaultNames` of a model's sibling layers if the user chose some of these names.
+    """Return the names that look like defaults of Keras, of sibling layers of which the user may have named some.
 
     Paths number these layers in the order of their names. If the user chose some of the names, a rebuilt model may have
     a different order, and weights of equal shapes would be exchanged.
@@ -209,7 +209,7 @@ def _collect_default_names(model: Any) -> DefaultNames:
 
 def check_layer_names(saved: DefaultNames, current: DefaultNames) -> None:
     """Raise if layers may differ from those saved under their paths. Both dicts are from `_collect_default_names`."""
-    if not _is_names_record(saved):
+    if not _is_default_names_mapping(saved):
         raise CheckpointError(
             "the checkpoint does not say which names its layers had",
             why="its metadata is damaged, or is not that of a Keras model",
@@ -239,7 +239,7 @@ def check_layer_names(saved: DefaultNames, current: DefaultNames) -> None:
         )
 
 
-def _is_names_record(value: object) -> bool:
+def _is_default_names_mapping(value: object) -> bool:
     """Return whether a value from a checkpoint has the form of `DefaultNames`."""
     return isinstance(value, Mapping) and all(
         isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], str)
