@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")  # Keep a Changelog 1.1.0
 DECISION = ("Question", "Choice", "Why", "What was given up")
 MOST_ANY = 25
-"""Uses of `Any` in 1,000 lines of a room."""
+"""Uses of `Any` in 1,000 lines of a package."""
 
 CHECKED = ("benchmarks/", "examples/", "src/", "tools/")
 """Folders whose names, docstrings, and comments follow the rules of language."""
 
-_HALLS = ("adapters", "engines")
+_TOP_FOLDERS = ("adapters", "engines")
 MACHINE_PATH = re.compile(r"(?<![\w.\-/*)}\]])/(?:work|root|home|tmp|opt)/\w")
 
 
@@ -102,13 +102,16 @@ def check_any(sources: Mapping[str, str]) -> list[str]:
     lines: Counter[str] = Counter()
     for name, text in sources.items():
         names = sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(text)))
-        for room in {name.rpartition("/")[0].rsplit("/", depth)[0] for depth in range(3)} - {"", *_HALLS}:
-            counts[room] += names
-            lines[room] += text.count("\n")
+        for package in {name.rpartition("/")[0].rsplit("/", depth)[0] for depth in range(3)} - {
+            "",
+            *_TOP_FOLDERS,
+        }:
+            counts[package] += names
+            lines[package] += text.count("\n")
     return [
-        f"{room}: {1000 * counts[room] / lines[room]:.1f} Any in 1,000 lines, of {MOST_ANY} allowed"
-        for room in counts
-        if 1000 * counts[room] > lines[room] * MOST_ANY
+        f"{package}: {1000 * counts[package] / lines[package]:.1f} Any in 1,000 lines, of {MOST_ANY} allowed"
+        for package in counts
+        if 1000 * counts[package] > lines[package] * MOST_ANY
     ]
 
 

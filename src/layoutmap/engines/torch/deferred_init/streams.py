@@ -73,9 +73,9 @@ class RandomFill:
         if ahead * words >= _MIN_JUMP_WORDS and jump.can_jump_exactly():
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead
-        room = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _RNG_GROUP), self.dtype)
+        scratch = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _RNG_GROUP), self.dtype)
         for start, stop in split_range_into_pieces(numel):
-            values = room[: 2 * (stop - start) : 2] if self.strided else room[: stop - start]
+            values = scratch[: 2 * (stop - start) : 2] if self.strided else scratch[: stop - start]
             self.op(values, *self.args, generator=generator)
 
 
@@ -85,10 +85,10 @@ _scratch_buffers = threading.local()
 def _get_scratch_buffer(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return this thread's scratch buffer, which is reused because new allocations would fragment the heap."""
     num_bytes = numel * dtype.itemsize
-    room = getattr(_scratch_buffers, "bytes", None)
-    if room is None or room.numel() < num_bytes:
-        room = _scratch_buffers.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    return room[:num_bytes].view(dtype)
+    scratch = getattr(_scratch_buffers, "bytes", None)
+    if scratch is None or scratch.numel() < num_bytes:
+        scratch = _scratch_buffers.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    return scratch[:num_bytes].view(dtype)
 
 
 def free_scratch_buffer() -> None:
