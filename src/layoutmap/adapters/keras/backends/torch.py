@@ -125,7 +125,7 @@ class TorchBackend(Backend):
         return keras_layout
 
     def update_value_references(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
-        """Make layers track the new tensors of variables as parameters, and reduce the gradients of these tensors."""
+        """Make layers track the new tensors of variables as parameters, and move gradient hooks to these tensors."""
         held: dict[int, torch.Tensor] = {}
         below = {id(each): each for layer in layers for each in (layer, *iterate_sublayers(layer))}
         for layer in below.values():

@@ -223,7 +223,7 @@ def _determine_function_traits(func: Function, draws_by_shards: bool) -> _Functi
 
 
 def _compute_on_local_tensors(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Call a function on the local tensors of replicated DTensors, and mark its results as local."""
+    """Call a function on the local tensors of replicated DTensors, and record which results are shards."""
     args, kwargs = tree_map(
         lambda each: each.to_local() if isinstance(each, DTensor) else each, (tuple(args), kwargs)
     )
