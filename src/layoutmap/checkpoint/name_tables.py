@@ -257,7 +257,9 @@ def _parse_name_table_lines(where: str, text: str, entries: dict[str, Any]) -> I
 
 def _parse_name_table_line(path: Any, value: Any) -> NameTableLine:
     if not isinstance(path, str) or not path:
-        raise ValueError(f"{_LEFT} must be text that is not empty, not {describe_type(path)}")
+        raise ValueError(
+            f"{_LEFT} is empty" if path == "" else f"{_LEFT} must be text, not {describe_type(path)}"
+        )
     pattern = NamePattern(path)
     if not isinstance(value, Mapping):
         value = {"from": value}

@@ -96,7 +96,10 @@ class RemoteStorage:
         return f"{self.get_folder_name(step)}/{token}"
 
     def commit_step(self, step: int, token: str) -> None:
-        """Copy the manifest into the step's folder, or raise if the step exists. Then delete files of other saves."""
+        """Copy the manifest into the step's folder, or raise if the step exists.
+
+        Then delete the files that other saves of this step left there.
+        """
         folder = self.get_folder_name(step)
         path = self._join_path(folder, NAME)
         with _translate_store_errors(self._files, path, f"step {step} cannot be completed", _FIX_BUCKET):

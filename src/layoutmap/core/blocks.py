@@ -40,7 +40,7 @@ def make_full_index(shape: Sequence[int]) -> Index:
 def group_devices_by_shard(
     layout: Layout, shape: Sequence[int], devices: Iterable[int]
 ) -> dict[Ends, tuple[Index, list[int]]]:
-    """Return a dict from the ends of each distinct shard to its index and the devices that store it.
+    """Return a dict from the starts and stops of each distinct shard to its slices and the devices that store it.
 
     Args:
         layout: The tensor's layout.
@@ -224,7 +224,7 @@ _PRIME, _NUM_SUMS = (1 << 31) - 1, 3
 
 
 def find_coverage_fault(begins: NumpyArray, ends: NumpyArray, outer: Index) -> tuple[Index, int] | None:
-    """Return a part of a block that none or several of the other blocks contain, and their number, or None.
+    """Return a part of a block that not exactly one other block contains, and how many contain it, or None.
 
     Args:
         begins: Starts of the other blocks, as `stack_starts_and_stops` returns them.

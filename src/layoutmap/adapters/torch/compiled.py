@@ -234,7 +234,10 @@ def _make_zero_gradient(dtype: torch.dtype, shape: tuple[int, ...], spec: DTenso
 
 
 def _run_current_call(tensors: list[torch.Tensor]) -> object:
-    """Call `_trace_current_call`, which Dynamo does not look into. Each key compiles a copy of this function."""
+    """Call `_trace_current_call`, which Dynamo runs without tracing it.
+
+    Each `_CompiledGraphs` compiles its own copy of this function.
+    """
     return _trace_current_call(tensors)
 
 

@@ -185,7 +185,10 @@ class ShardedForward:
         return self._call_without_dynamo(args, kwargs)
 
     def _call_without_dynamo(self, args: Args, kwargs: Kwargs) -> object:
-        """Call the module while Dynamo is off. If Dynamo was on, compiled modules use the compiler of the caller."""
+        """Call the module with Dynamo off.
+
+        If a compiled function is the caller, compile this module or its blocks with that function's compiler.
+        """
         compiler = disable_dynamo_in_thread()
         if compiler is None:
             return self._call_as_outer_or_inner_module(args, kwargs)

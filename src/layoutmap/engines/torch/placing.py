@@ -181,14 +181,16 @@ class SkippableAutogradFunction(TypedAutogradFunction):
         """Return the result of `forward`, with a gradient by `backward` if the tensor needs one."""
         if tensor.requires_grad and torch.is_grad_enabled():
             result = cls.apply(tensor, *arguments)
-            tensors = cls.list_unchangeable_tensors(tensor, result)
+            tensors = cls.list_tensors_checked_for_changes(tensor, result)
             result.grad_fn.numbers = unseen.snapshot_change_counters(*tensors)
             return result
         # No graph is recorded, so skip `apply`, which takes longer.
         return cls.forward(SimpleNamespace(), tensor, *arguments)
 
     @staticmethod
-    def list_unchangeable_tensors(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def list_tensors_checked_for_changes(
+        tensor: torch.Tensor, result: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Return the tensors that must not be changed through `tensor.data` before the backward pass."""
         return tensor, result
 
@@ -283,7 +285,7 @@ class _ReducePartialFunction(SkippableAutogradFunction):
         return redistribute_if_needed(tensor, find_reachable_placements(tensor))
 
     @staticmethod
-    def list_unchangeable_tensors(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def list_tensors_checked_for_changes(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # The backward pass of a maximum or norm needs the reduced value, so check that value. The backward pass of a
         # sum does not.
         pending = [p for p in tensor.placements if p.is_partial()]

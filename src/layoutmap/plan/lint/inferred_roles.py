@@ -110,7 +110,7 @@ def infer_axis_roles(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, st
 
 
 def _iterate_unknown_weights(container: Sequence[VariableSpec]) -> Iterator[_UnknownWeight]:
-    """Yield the arrays of a container with more than one axis, each with its layer.
+    """Yield the arrays with more than one axis in a container, except biases, each with the path of its layer.
 
     The container is the layer if its only kernel has a general name, as in `{"kernel": .., "bias": ..}` or `(w, b)`.
     """

@@ -72,13 +72,13 @@ class IndexMap(NamedTuple):
     shift: int = 0
 
     def convert_to_view_map(self, view: DeferredView) -> IndexMap:
-        """Convert this map to elements of a view's memory into a map to elements of the view."""
+        """Return this map with a view's elements as its targets, which now are elements of the view's memory."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
     def convert_to_memory_map(self, view: DeferredView) -> IndexMap:
-        """Convert this map to elements of a view into a map to elements of the view's memory."""
+        """Return this map with elements of a view's memory as its targets, which now are elements of the view."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
         if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
@@ -86,7 +86,7 @@ class IndexMap(NamedTuple):
         return IndexMap((view.geometry, "around", self))
 
     def convert_to_row_start_map(self, length: int) -> IndexMap:
-        """Convert this map to row numbers into a map to the first element of each row."""
+        """Return this map with the first element of each row as its targets, which now are row numbers."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 

@@ -274,7 +274,9 @@ class _ToLocalFunction(SkippableAutogradFunction):
         return local.view_as(local)  # return a new tensor, because autograd attaches it to this function
 
     @staticmethod
-    def list_unchangeable_tensors(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def list_tensors_checked_for_changes(
+        tensor: torch.Tensor, result: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         return ()
 
     @staticmethod
@@ -296,7 +298,9 @@ class _FromLocalFunction(SkippableAutogradFunction):
         return make_dtensor(restore_memory_axis_order(local.detach(), spec), spec)
 
     @staticmethod
-    def list_unchangeable_tensors(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def list_tensors_checked_for_changes(
+        tensor: torch.Tensor, result: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         return ()
 
     @staticmethod
