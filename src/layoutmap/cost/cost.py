@@ -31,7 +31,7 @@ class TimePart:
 
     label: str  # text for the user, such as "waiting for weights over data"
     seconds: float
-    kind: str  # what takes the time: "computing", "memory", "weights", or "activations"
+    kind: str  # "computing", "memory" (access), or the tensors that are waited for: "weights", "activations"
     dims: tuple[str, ...] = ()  # mesh dims of the collective that the device waits for
 
 

@@ -325,7 +325,8 @@ def search(
     counted_for = for_gpu if best.compiled_bytes is not None else None
     try:
         plan = get_evaluator(best).make_plan(best.layout_map, compiled, counted_for, shown_as)
-    except KeyboardInterrupt:  # return the best map so far, so plan it again; a second Ctrl-C ends the search
+    except KeyboardInterrupt:
+        # An interrupted search also returns the plan of its best map, so plan again. A second Ctrl-C raises.
         outcome = replace(outcome, is_complete=False)
         plan = get_evaluator(best).make_plan(best.layout_map, compiled, counted_for, shown_as)
     return SearchResult(outcome, plan, evaluate.find_batch_dim(best.layout_map), target, recompute)

@@ -14,7 +14,7 @@ from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix
 from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import Problem
 
-_MIN_TRAFFIC_SHARE = 0.01  # a cause is reported from this share of a step's traffic on
+_MIN_TRAFFIC_SHARE = 0.01  # causes with a smaller share of a step's traffic are not reported
 
 
 def _make_traffic_facts(cost: Cost, collectives: list[Collective]) -> tuple[tuple[str, str], ...]:
@@ -75,7 +75,7 @@ def find_resharded_output_problems(cost: Cost, linted: LintedPlan) -> Iterator[P
     for w in linted.kernels:
         taker = linted.kernels_after_fused.get(id(w))
         dims = {*w.list_dims(w.list_axes("out")[0])} - {*linted.batch_dims}
-        # The layer that contains both kernels splits the outputs, so it is the cause.
+        # The layer that contains both kernels splits the outputs, so find the collectives that this layer causes.
         found = [
             c
             for c in cost.step.collectives

@@ -116,7 +116,8 @@ def make_plan_with_step_cost(
         target = request.counting_target
         step_cost = _compute_compiled_cost(lowered, assignments, policy, target) if target else None
         step_cost = step_cost or lowered.compute_cost(assignments, policy, with_peak_tensors=True)
-    except ShardingRefusedError as error:  # the cause is in the model's code, so report a problem of the plan
+    except ShardingRefusedError as error:
+        # The model's code causes this error, so add it to the plan as a problem instead of raising it.
         facts = tuple((name, str(value)) for name, value in error.facts.items())
         subject = type(model).__name__
         return plan.add_problem(

@@ -54,7 +54,7 @@ _KINDS: Mapping[str, CollectiveKind] = {
 }
 _COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional")
 _LOCAL_OPERATORS = ("wait_tensor", "_wrap_tensor_autograd")
-# A result of these operators is a copy of the same weight or gradient, so it keeps the operand's source.
+# A result of these operators counts as the same weight or gradient as the operand, so it keeps the operand's source.
 _COPIES = {"cat", "clone", "_to_copy", "div", "mul", "neg", "copy_", "wait_tensor", "add", "add_"}
 _EAGER = "each operation reads its operands from memory and writes its results, as without torch.compile"
 _ACCUMULATED = "the weights of a block are gathered together, under the name of the first weight"
@@ -267,7 +267,7 @@ class _OperationCounter(TorchDispatchMode):
 
     def _find_value_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
         """Return the source of the result of an operator that copies, scales, or adds its inputs."""
-        # To add a tensor to partial sums, DTensor divides it by a dim's size. The result is not a copy of a weight.
+        # To add a tensor to partial sums, DTensor divides it by a dim's size. The result is no copy and has no source.
         if name == "div" and len(args) > 1 and args[1] in self.policy.mesh.shape:
             return _ValueSource()
         found: list[_ValueSource] = []
@@ -279,7 +279,7 @@ class _OperationCounter(TorchDispatchMode):
                 found.append(self._storages[key][1])
         first = next((each for each in found if each.path or each.causes), _ValueSource())
         last = max(found, key=lambda each: each.number, default=first)
-        # Concatenated gradients are reduced by one collective, which then has no single cause.
+        # One collective reduces all gradients that `cat` concatenates, so it has no single cause.
         return replace(last, path=first.path, causes=() if name == "cat" else first.causes)
 
     def _add_collective(

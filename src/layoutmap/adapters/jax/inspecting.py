@@ -56,7 +56,8 @@ def _list_optax_states_as_slots(tree: object, arrays: Sequence[StoredVariable]) 
     for path, each in by_path.items():
         parts = leaves[path]
         for start in range(len(parts) if each.variable.kind is Kind.WEIGHT else 0):
-            if not parts[start].isdecimal():  # skip parts that may be positions in a chain of states
+            # A number in a slot's path may be the position of a state in a chain, so no end begins with a number.
+            if not parts[start].isdecimal():
                 ends[parts[start:]] = None if parts[start:] in ends else each.variable
     weights = {parts: spec for parts, spec in ends.items() if spec is not None}
     described = [OptimizerLeaf(leaves[v.path], v.shape, v.dtype) for v in (slot.variable for slot in slots)]

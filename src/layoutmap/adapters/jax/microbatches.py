@@ -98,7 +98,7 @@ def _iterate_scanned_microbatches(
         elif name == "scan":
             for inner in iterate_inner_jaxprs(eqn.params.values()):
                 for mine, var in zip(inner.invars, eqn.invars, strict=True):
-                    # JAX 0.11 does not tell which inputs a scan iterates over. Find them by their lower rank inside it.
+                    # JAX 0.11 does not tell which inputs a scan iterates over. These have a lower rank in its body.
                     if not isinstance(var, Literal) and var in split and _get_rank(mine) < _get_rank(var):
                         yield split[var]
         elif name in CALLS:

@@ -59,7 +59,7 @@ def split_module(model: nnx.Module) -> SplitModel:
             paths.append(keys)
             why = "it is in an attribute that is not a Variable, and flax allows only JAX arrays there"
             return ModelLeaf(_format_path(keys), value, infer_array_kind(value), no_padding=why)
-        inner = keys[length + 1 :]  # drop the key "value" of the Variable
+        inner = keys[length + 1 :]  # a Variable adds the key "value" to the path, so drop it
         path = (*keys[:length], *inner)
         paths.append(path)
         aliases = tuple(_format_path(other) for other in shared.find_other_paths(path))

@@ -85,7 +85,7 @@ class NnxArguments:
     def write_arrays(self, new_arrays: Mapping[int, object]) -> None:
         """Assign new arrays, in a dict from leaf positions, to the Variables and attributes that contain the leaves."""
         values: Iterable[tuple[int, object]] = new_arrays.items()
-        # If a Variable has several arrays, assign its whole value instead of single arrays.
+        # Only the whole value of a Variable can be assigned, so if it has several arrays, combine the new and old ones.
         if self._values_tree.num_leaves != len(self._holders):
             leaves = jax.tree.leaves(self._read_variable_values())
             for number, value in new_arrays.items():
@@ -97,7 +97,8 @@ class NnxArguments:
                 if is_checked:
                     self._slot.__set__(self._holders[number], value)
                 else:
-                    # `set_raw_value` checks the trace, which all Variables share, so call it only for the first one.
+                    # `set_raw_value` also checks that its Variable belongs to the current trace. All Variables
+                    # here share one trace, so one check is enough.
                     self._holders[number].set_raw_value(value)
                     is_checked = True
             return

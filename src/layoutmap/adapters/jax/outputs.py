@@ -37,8 +37,8 @@ class ArgumentLeaf:
     is_donated: bool
 
 
-# A step may return two trees of equal shapes in swapped order, so a result replaces an argument only if the
-# traced operations update it (decisions/0186).
+# Equal shapes do not show which argument a result replaces, because a step may return two such trees in swapped
+# order. So check whether the traced operations compute the result from the argument (decisions/0186).
 def choose_result_shardings(
     results: object,
     jaxpr: Jaxpr,

@@ -123,7 +123,7 @@ class JaxSession:
         if not is_nnx_module(model):
             return _is_traced_or_without_arrays(jax.tree.leaves(model))
         nnx = sys.modules["flax.nnx"]
-        # Stop at the first traced array, because a model is traced as a whole.
+        # Either all arrays of a model are traced or none, so stop at the first traced one.
         nodes = (node for _, node in nnx.iter_graph(model))
         is_made = (any(map(_is_tracer, jax.tree.leaves(n))) for n in nodes if isinstance(n, nnx.Variable))
         return any(is_made) or _is_traced_or_without_arrays(jax.tree.leaves(nnx.state(model)))

@@ -96,7 +96,8 @@ class StepProgram:
     object_leaves: Sequence[int]  # positions of leaves that are arrays of nnx objects
     values_tree: Tree  # tree of the arguments, or None if the program takes their leaves
     has_result_tree: bool = False
-    compiled: Any = None  # function; returns results, or their leaves, and new arrays of nnx objects
+    # compiled function, which returns the results, or only their leaves, and new arrays of nnx objects
+    compiled: Any = None
     result_shardings: tuple[Tree, object] = ((), None)
     # logical shapes, by position, of padded results and of padded new arrays of nnx objects
     logical_results: tuple[dict[int, Shape], dict[int, Shape]] = field(default_factory=lambda: ({}, {}))
@@ -137,7 +138,8 @@ class EarlierCall:
         self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
         self.variant, self.program, self.to_place = call.variant, program, to_place
         self.kind: type[jax.Array] = type(arrays[0]) if arrays else jax.Array
-        # `jax.jit` notices a different call itself, but traces again under a mesh of `jax.set_mesh`, so check it here.
+        # `jax.jit` notices a different call itself. But under a mesh of `jax.set_mesh`, it would trace even an equal
+        # call again, so `match_arguments` then compares the calls.
         has_mesh = not jax.sharding.get_abstract_mesh().empty
         self.is_jit_checked = program.values_tree is not None and bool(arrays) and not (to_place or has_mesh)
 
@@ -514,7 +516,7 @@ class StepPrograms:
             warnings.warn(warning, stacklevel=find_user_stacklevel())
         return False
 
-    # A step slices the padding off inside the program, which JAX refuses along explicit axes (decisions/0295).
+    # A program slices padding off, which JAX refuses along explicit axes, so raise an error for these (decisions/0295).
     def _needs_batch_padding(
         self, mesh: Mesh, native_mesh: jax.sharding.Mesh, shape: tuple[int, ...], name: str
     ) -> bool:
@@ -554,11 +556,11 @@ class StepPrograms:
         used = {dim for each in shardings for dim in jax.tree.leaves(tuple(each.spec))}
         used.update(list_batch_dims(self._options.batch_dim))
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
-        if idle:  # lower only if a dim may be idle, because it takes time
+        if idle:  # lowering takes time, so do it only if a dim may be idle
             with allow_tracing_temporarily():
                 lines = program.compiled.lower(*program.make_program_arguments(shapes)).as_text().splitlines()
-            # The lowered program of Shardy contains the names of the dims that it uses. That of GSPMD has only device
-            # numbers, so no dim is known to be idle: do not warn.
+            # With Shardy, the lowered program contains the names of the dims that it uses. With GSPMD, it has only
+            # device numbers, so it is unknown whether a dim is idle: do not warn.
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]
             idle = [dim for dim in idle if uses and not any(f'"{dim}"' in line for line in uses)]
         if idle:

@@ -162,7 +162,8 @@ class JitStep:
         direct, read = self._direct_call, None
         if direct is not None:
             values = args
-            # A call without keywords, static arguments, and nnx objects passes its arguments unchanged to the program.
+            # Without keywords, static arguments, and nnx objects, the program takes the arguments as they are. Only
+            # others are converted first.
             if kwargs or direct.types != [*map(type, args)]:
                 read = self._reader.read_arguments(args, kwargs)
                 values = read.values if read.head == direct.head else None

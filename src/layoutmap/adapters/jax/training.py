@@ -76,9 +76,8 @@ class TrainState:
         slots: dict[str, Variable] = {}
         weights = {*self.steps.trained}
         for number, (keys, value) in enumerate(found):
-            names = sorted(
-                map(format_pytree_key, keys), key=lambda name: name not in weights
-            )  # weight's path first
+            # JAX lists the weight's path last, for example after "mu", so move it to the front.
+            names = sorted(map(format_pytree_key, keys), key=lambda name: name not in weights)
             path = ".".join(("optimizer", *names))
 
             def replace_slot(new: object, number: int = number) -> None:

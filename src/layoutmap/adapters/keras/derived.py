@@ -80,7 +80,7 @@ def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
         yield ReducedSlot(columns, weight, "c", (*kept, (rank - 1,)))
 
 
-# Pairs of a variable, which is None if missing, and its derivation.
+# Each derived variable, or None if the layer lacks it, with its derivation.
 _Derived = Iterator[tuple[keras.Variable | None, WeightDerivation]]
 
 

@@ -82,8 +82,8 @@ class Materializer:
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(pairs)}
         with self._mark_initializing_temporarily():
             initializers = {key: self._convert_initializer(v) for key, (v, _) in keyed.items()}
-            # Converting an initializer draws its seed, and so may initialize a pending state of a generator. Leave out
-            # such states.
+            # Converting an initializer draws its seed, which may initialize a pending state of a seed generator. Leave
+            # out states that have a value by now.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
             arrays = self._session.context.create_arrays(
                 {key: a for key, (_, a) in keyed.items()}, initializers

@@ -38,7 +38,8 @@ class ThreadState(threading.local):
 
     opening_depth: int = 0  # number of frames on the thread when the scope was opened (`count_user_frames`)
     call_depth: int = 0  # number of running calls of layers or steps
-    is_running_initializers: bool = False  # whether initializers run, so that draws draw no earlier seeds
+    # Whether initializers run. If not, a draw of a seed first draws the seeds of variables created earlier.
+    is_running_initializers: bool = False
     is_exporting: bool = False  # whether a model is being exported, so that it computes on one device
     # Maps a weight's layout to the one in which the called layer reads it. None: the usual layout.
     to_reading_layout: Callable[[Layout], Layout] | None = None

@@ -186,8 +186,8 @@ class Session(KerasSession):
                 original_init(variable, initializer, *args, **kwargs)
             make_variable_pending(variable, self)
             self._materializer.record_pending_variable(variable)
-            # Keras copies `_layout` of a weight to its slots, where layoutmap finds the weight. It has no layout yet,
-            # so store a reference to it.
+            # Keras copies `_layout` of a weight to its slots. The weight has no layout yet, so store a reference to the
+            # weight there. By this reference, layoutmap finds the weight of a slot.
             variable._layout = weakref.ref(variable)
         else:
             original_init(variable, initializer, *args, **kwargs)
@@ -222,7 +222,7 @@ class Session(KerasSession):
         """Give every variable of the scope its layout, and every pending one its value."""
         with self.lock, self._suspend_tracing_unless_planning():
             waiting = self.registry.list_variables()
-            # A new variable that was read early has a value and layout already, so look for new ones by the version.
+            # A new variable that was read early already has a value and layout, so detect it by the registry's version.
             has_new = self.registry.version != self._version_planned
             if not has_new and not any(is_pending(v) or self.registry.get_layout(v) is None for v in waiting):
                 return

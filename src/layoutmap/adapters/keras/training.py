@@ -188,7 +188,7 @@ def _wrap_to_track_epochs(
 
     @functools.wraps(reset)
     def reset_and_begin_epoch() -> None:
-        # `train_on_batch` also resets metrics, in each call, so only a reset in a loop begins an epoch.
+        # `train_on_batch` also resets metrics, in each call, so only a reset in `fit` or `evaluate` begins an epoch.
         schedule.begins_epoch = schedule.is_in_epochs
         reset()
 

@@ -299,7 +299,8 @@ class _ModuleCall:
         if self.why_not:
             raise RuntimeError(self.why_not)
         self.was_recorded = True
-        if not any(map(_is_traced, tensors)):  # the backend does not trace the call, so constants are allowed
+        # If the backend runs the call without tracing it, no graph stores constants, so skip the check for them.
+        if not any(map(_is_traced, tensors)):
             with self._swap_tensors_temporarily(tensors) as new_tensors:
                 return self._compute_outputs(new_tensors)
         try:

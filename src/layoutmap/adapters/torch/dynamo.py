@@ -19,7 +19,7 @@ with ImportErrorConverter("torch"):
 
 R = TypeVar("R")
 
-# This makes shapes static, and returns a function that undoes it. torch.compile(dynamic=False) does so in each call.
+# A call makes shapes static, as `torch.compile(dynamic=False)` does, and returns a function that undoes this.
 _make_static = make_set_enable_dynamic(False)
 
 

@@ -134,7 +134,8 @@ def _wrap_spawn_materialize(original: Function) -> Function:
         if session is None:
             return original(thread_pool, tensor, device, dtype, **options)
 
-        def make_deferred_tensor() -> torch.Tensor:  # called on the thread of `from_pretrained`
+        # A scope affects only its own thread, so return a function, which is called on the thread of `from_pretrained`.
+        def make_deferred_tensor() -> torch.Tensor:
             return session.defer_file_read(lambda: tensor[...]).to(dtype=dtype)
 
         return make_deferred_tensor

@@ -165,7 +165,7 @@ class _StoredWeights:
                 continue
             mesh, placements = context.engine.make_native_layout(weight.layout, tensor.ndim)
             if tensor.device_mesh != mesh:
-                continue  # a second `apply` moved it to a different mesh, so it is not gathered here
+                continue  # a second `apply` moved the weight to a different mesh, so it is not gathered on this one
             pairs = zip(tensor.placements, placements, strict=True)
             differing = [dim for dim, (stored, computing) in enumerate(pairs) if stored != computing]
             is_floating = tensor.is_floating_point()

@@ -200,7 +200,7 @@ def _apply_fully_shard(outermost: WeightGroup, below: Sequence[WeightGroup], con
         main_dtype = max(dtypes, key=dtypes.__getitem__, default=None)
         unit_weights: list[tuple[DTensor, list[GatheredWeight]]] = []
         for tensor, places in weights.values():
-            if tensor.placements[mesh_dim].is_replicate():  # only cast it: every device has it  # pyright: ignore[reportUnknownMemberType]
+            if tensor.placements[mesh_dim].is_replicate():  # every device has all of it, so only cast it  # pyright: ignore[reportUnknownMemberType]
                 group.others += places
                 continue
             reason = _explain_why_fully_shard_fails(tensor, mesh_dim)

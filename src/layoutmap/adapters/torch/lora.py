@@ -41,7 +41,8 @@ def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
         if not (_is_peft_module(module) and isinstance(wrapped_layer, torch.nn.Module)):
             continue
         roles = find_axis_roles(wrapped_layer, "weight")
-        # LoRA factors of a convolution are convolutions, which rules match, so handle only weights with two axes.
+        # Rules for convolutions also match their LoRA factors, because these are convolutions, too. Only the factors of
+        # weights with two axes need the layout of their weight.
         if len(roles) == 2:
             output_axis = roles.index("out.0")
             path = ".".join(filter(None, (prefix, _BASE_LAYER, "weight")))

@@ -110,7 +110,7 @@ def _bind_to_current_mesh(function: Function) -> Function:
                 stack.enter_context(compute_on_mesh(context))
                 stack.enter_context(reduce_partial_sums_early(is_uneven))
             if get_backward_pass_id() >= 0:
-                for gather in gatherings:  # outer modules have freed the weights, so gather them again
+                for gather in gatherings:  # outer modules have freed their weights, so gather these again
                     stack.enter_context(gather())
             return function(*args, **kwargs)
 
@@ -126,7 +126,7 @@ def _wrap_checkpoint_generator(generator: Function) -> Function:
 
 
 def _wrap_reentrant_checkpoint(original: Function) -> object:
-    class CheckpointOnCurrentMesh:  # torch uses only this class's `apply`
+    class CheckpointOnCurrentMesh:  # torch calls only `apply` of the class that this one replaces
         @staticmethod
         def apply(function: Function, *args: object) -> object:
             return original.apply(_bind_to_current_mesh(function), *args)  # pyright: ignore[reportFunctionMemberAccess]

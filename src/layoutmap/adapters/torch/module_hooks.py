@@ -90,7 +90,7 @@ _PATCHES = PatchGroup(
         ItemPatch(_torch_module._global_buffer_registration_hooks, "layoutmap", _report_module_to_scope),
         # Copying a module bypasses the hooks, but calls `__setstate__`, so report the copy there.
         AttributePatch(torch.nn.Module, "__setstate__", _wrap_setstate),
-        # Each new optimizer calls `add_param_group`.
+        # Each new optimizer calls `add_param_group`, so report optimizers to the scope there.
         AttributePatch(torch.optim.Optimizer, "add_param_group", _wrap_add_param_group),
     ]
 )

@@ -242,7 +242,7 @@ def _iterate_shards_to_write(
     for device in range(layout.mesh.size):
         holders.setdefault(get_starts_and_stops(layout.shard_slices(tensor.shape, device)), []).append(device)
     local_devices = set(engine.bind_mesh(layout.mesh).local_device_ids)
-    # If several devices hold the same shard, the next one writes it each time, so that all share the writes.
+    # If several devices store the same shard, they write in turns, so that no process writes much more than others.
     writers = {ends: devices[turn % len(devices)] for ends, devices in holders.items()}
     if local_devices.intersection(writers.values()):
         for index, values in engine.iterate_shards(tensor, copy=False):

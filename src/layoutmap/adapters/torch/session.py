@@ -126,7 +126,8 @@ class TorchSession:
         return Tape(
             shapes_only=self.context.plan_only,
             tiles=self.context.options.own.draws == "tiles",
-            should_record=partial(is_session_active, self),  # called for each operation
+            # This is called for each operation, so that other threads and tasks record nothing.
+            should_record=partial(is_session_active, self),
         )
 
     # -- deferring
@@ -242,7 +243,7 @@ class TorchSession:
             else:
                 self._create_and_install_arrays(roots, entries, assignments)
         except BaseException:
-            if is_new:  # only a new model has lost its values
+            if is_new:  # the tensors of a new model have no values, but an existing model keeps its own
                 self._mark_valueless(roots, _FAILED)
             raise
         finally:

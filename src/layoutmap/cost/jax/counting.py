@@ -24,7 +24,7 @@ class StepCounts:
     traffic: int = 0
     # peak bytes without the arguments, by order, layer, and phase; order 0 computes weight gradients last, and 1 first
     peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    # bytes at each peak; a key is the key of the peak and a description of tensors; empty unless requested
+    # bytes of tensors at each peak; a key joins the peak's key and a description of tensors; empty unless requested
     held: Mapping[Any, int] = field(default_factory=dict[Any, int])
     compiled_bytes: int = 0  # peak of the step that XLA has compiled, without the arguments; 0: unknown
     recomputes: bool = False  # whether activations are recomputed outside of loops
@@ -236,7 +236,7 @@ class CauseFinder:
                 continue
             scaled = other.producer is not None and other.producer.name == "multiply" and not self._is_marked
             for value in (other, *(other.producer.operands if other.producer is not None and scaled else ())):
-                # A gradient has as many elements as its weight: a broadcast scale multiplies an activation.
+                # A weight has as many elements as its gradient. A broadcast variable scales an activation, so skip it.
                 name = self._find_copied_argument_path(value, broadcasts=False)
                 if name and (self._is_marked or name not in self._batch):
                     return name

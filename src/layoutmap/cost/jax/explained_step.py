@@ -203,7 +203,8 @@ def explain_step(
     ideal = Counter[str]()
     _add_product_flops_by_line(traced.jaxpr.jaxpr, 1, ideal)
     memory = compiled.memory_analysis()
-    if flops.keys() - ideal.keys():  # XLA lacks some source lines, so compare only the sums of all lines
+    # XLA gives some operations no source line. Then compare only the sums over all lines.
+    if flops.keys() - ideal.keys():
         flops, ideal = Counter({"": flops.total()}), Counter({"": ideal.total()})
     products = [
         ExplainedProducts(line, flops[line], ideal[line] / mesh.size) for line in ideal if flops[line]
@@ -260,7 +261,7 @@ class _UserLineFinder:
             table = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
             rows = re.findall(r"^(\d+) (.*)$", table[1], re.MULTILINE) if table else []
             self._tables[name] = {int(number): row for number, row in rows}
-        # XLA prints the number of a parent frame plus one, so the first frame seems to be its own parent.
+        # If XLA adds one to the numbers of parent frames, the first frame seems to be its own parent: subtract one.
         first = _parse_number_fields(self._tables["StackFrames"].get(1, ""))
         self._parent_offset = int(first.get("parent_frame_id") == 1)
 

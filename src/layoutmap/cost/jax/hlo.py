@@ -124,7 +124,7 @@ def _add_collective_counts(
         elif (kind := COLLECTIVE_KINDS.get(opcode.removesuffix("-start"))) is not None:
             pairs = list_permute_pairs(arguments) if "source_target_pairs=" in arguments else [(0, 1)]
             if kind == "permute" and all(source == target for source, target in pairs):
-                continue  # leave out a permute in which each device sends only to itself
+                continue  # each device sends only to itself, so nothing is communicated
             if chain := re.search(r'chain_id="\d+"', arguments):
                 if chain[0] in chain_ids:
                     continue
@@ -148,7 +148,7 @@ def _list_tensor_bytes(kind: str, shape: str, group_size: int, is_asynchronous: 
     shapes = SHAPE.findall(shape)
     # On TPUs, an asynchronous collective also returns numbers for synchronization, so leave out their shapes.
     sizes = [_compute_num_bytes(*each) for each in shapes if not is_asynchronous or each != ("u32", "")]
-    # An asynchronous collective lists first the sizes of its operands and then those of its results.
+    # An asynchronous collective lists first its operands and then its results, so take the larger size of each pair.
     if is_asynchronous and kind != "all_reduce" and len(sizes) > 1:
         half = len(sizes) // 2
         sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]

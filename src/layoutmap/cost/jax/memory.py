@@ -34,7 +34,7 @@ MATERIALIZING = frozenset(
 
 _SMALL = 4096  # bytes; smaller constants count as scalars, as they may be tables with one number per device
 
-_MULTIPLE = 8  # tensor cores multiply 16-bit elements in multiples of 8
+_MULTIPLE = 8  # XLA pads operands to this, because tensor cores multiply 16-bit elements in multiples of 8
 _PRODUCTS = frozenset(("dot_general", "convolution", "reduce", "scatter", "while", "custom_call"))
 """Operations that may compute a weight's gradient, so that a search for it ends there."""
 
@@ -195,7 +195,7 @@ class BlockMemory:
             for value in new:
                 last.setdefault(id(value), number)
             for operand in _find_padded_operands(op):
-                # The forward product makes the padded copy, and the gradient's products reuse it.
+                # XLA pads an operand once: the forward product makes the copy, and the gradient's products reuse it.
                 if id(operand) not in copies:
                     copies[id(operand)] = Value(operand.shape, operand.dtype, operand.producer, operand.index)
                     made[number] = [*made[number], copies[id(operand)]]
@@ -261,7 +261,7 @@ class BlockMemory:
 
     def _is_materialized(self, value: Value) -> bool:
         made = value.producer
-        # Each kernel that reads a broadcast scalar computes it, so it needs no buffer.
+        # Each kernel that reads a broadcast scalar repeats the broadcast itself, so its result needs no buffer.
         is_number = made is not None and made.name == "broadcast_in_dim" and made.operands[0].size == 1
         return any(
             (use.is_fused and not is_number) or use.name in MATERIALIZING or use.name in COLLECTIVE_NAMES

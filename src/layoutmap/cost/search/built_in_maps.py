@@ -133,7 +133,7 @@ def _iterate_alternating_axes(
         g for g in kernels if g.rank == 2 and g.find_axes("in") and g.find_axes("out") and g.head_size is None
     ]
     if model.blocks and all(group.parity is None for group in dense):
-        return  # Megatron's split already alternates between the kernels in a block
+        return  # alternate nothing, because Megatron's split already alternates between the kernels in a block
     every = sorted((positions[path], path) for group in dense for path in group.paths)
     order = {path: position for position, (_, path) in enumerate(every)}
     for group in dense:

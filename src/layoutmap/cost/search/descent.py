@@ -88,7 +88,7 @@ def _descend_from(
     rng.shuffle(coordinates)
     unchanged = 0
     for n in itertools.cycle(coordinates):
-        # Put the current choice first, because `min` returns the first of the choices with equal keys.
+        # Of choices with equal keys, `min` returns the first. Put the current one first, so only a better one wins.
         choices = sorted(range(num_choices[n]), key=lambda c: c != point[n])
         best = min(((*point[:n], choice, *point[n + 1 :]) for choice in choices), key=key_cache)
         unchanged = unchanged + 1 if best == point else 0

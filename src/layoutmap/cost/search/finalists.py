@@ -31,9 +31,9 @@ def choose_best_compiled_map(
     is_complete = outcome.is_complete
     try:
         for each in (outcome.best, *outcome.runners_up[:_OTHERS], *outcome.built_in_maps):
-            # Skip a map that is slower than the fastest one even if its estimate is too high by twice the error.
             if each.cost is None or each.cost_key in compiled:
                 continue
+            # Skip a map that is slower than the fastest compiled one even if its estimate is high by twice the error.
             if each.cost.seconds * (1 - 2 * error) > fastest:
                 continue
             try:

@@ -52,7 +52,8 @@ class VariableGroup:
         if not (self.find_axes("in") and self.find_axes("out")):
             return (self.shape, self.roles)
         inside, outside = (math.prod(self.shape[a] for a in self.find_axes(role)) for role in ("in", "out"))
-        if self.rank > 2:  # heads have an axis of their own, so groups with equal roles have equal choices
+        # Heads have an axis of their own, so the roles alone tell the kernels of attention apart.
+        if self.rank > 2:
             return (self.roles,)
         how = (inside > outside) - (inside < outside) or (self.layer_path_parts[-1], self.parity)
         return (self.roles, self.head_size is None, how)

@@ -257,7 +257,7 @@ def wrap_to_report_failure(
         except (EngineError, jax.errors.JaxRuntimeError):
             raise  # the other processes are unreachable or raise the same error, so do not report it
         except Exception as error:
-            # A marked error is raised by all processes, or was reported by an inner `evaluate`, so do not report it.
+            # All processes raise an error with this attribute, or an inner `evaluate` has reported it, so skip it.
             if not hasattr(error, _REPORTED):
                 setattr(error, _REPORTED, True)
                 with suppress(EngineError):  # the other processes may be gone

@@ -116,7 +116,8 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
                     padded[-1] = len(leaf)
                     leaf = np.concatenate([leaf, np.zeros((shape[0] - len(leaf), *shape[1:]), leaf.dtype)])
                     layout = policy.derive_batch_layout(shape)
-            # Reading a sharded array may need collectives, which must not overlap on CPUs, so finish them here.
+            # Moving a sharded array may need collectives. On CPUs, these must not overlap with others, and `relayout`
+            # waits until they are finished.
             elif len(leaf.sharding.device_set) > 1:
                 leaf = engine.relayout(leaf, layout)
             shardings.append(engine.make_native_layout(layout, layout.rank))

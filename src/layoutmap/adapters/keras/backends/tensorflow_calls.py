@@ -119,8 +119,8 @@ def make_weight_reader(variable: Any, layout: Layout, session: KerasSession) -> 
             wanted = Layout.replicated(layout.mesh, layout.rank)
         variable.read_layout = wanted
         if session.thread_state.gathering_level:
-            # Relay out the gradient of this read, too. The optimizer does so for other gradients, such as those of
-            # regularizers.
+            # A gathering level also applies to the backward pass, so relay out the gradient of this read, too. The
+            # optimizer does so for other gradients, such as those of regularizers.
             return relayout_with_gradient(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 

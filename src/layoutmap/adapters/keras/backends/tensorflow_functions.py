@@ -110,7 +110,7 @@ def _compute_dropout(
 ) -> tf.Tensor:
     if rate in (0.0, 1.0):
         return original(inputs, rate, *args, **kwargs)
-    # Dropout of a tensor of ones gives the scaled mask, so replicate only this mask.
+    # The random mask must be replicated, but not the inputs. Dropout of a tensor of ones gives the mask alone.
     return inputs * replicate(original(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
 
 

@@ -77,8 +77,8 @@ class _MeshStep:
 
     def _compile_step(self) -> Callable[..., object]:
         """Return the step as a `tf.function`."""
-        # DTensor may refuse the step, so compile a new function each time (decisions/0010).
-        # A step waits for each of its all-reduces, so combine them (decisions/0274).
+        # A step that DTensor refuses is compiled again with more gathering, so make a new function (decisions/0010).
+        # A step waits for each of its all-reduces. DTensor can combine them if all writes come last (decisions/0274).
         return StepWithWritesAtEnd(
             self._run_keras_step, autograph=False, jit_compile=bool(self._model.jit_compile) or None
         )

@@ -35,7 +35,7 @@ def compute_conv(original: Original, args: Arguments) -> tf.Tensor:
     own = functools.partial(original, strides=args.strides, **rest)
     if groups == 1:
         return own(args.inputs, kernel)
-    # ConvNeXt has hundreds of groups of one channel, so compute them by one operation.
+    # ConvNeXt has hundreds of groups of one channel. One operation for each would be slow, so use a depthwise one.
     if groups == args.inputs.shape[axis]:
         apart = tf.reshape(kernel, [*kernel.shape[:-2], groups, -1])
         return keras_nn.depthwise_conv(args.inputs, apart, args.strides, args.padding, args.data_format)
@@ -85,7 +85,8 @@ def compute_reverse(original: Original, args: Arguments) -> tf.Tensor:
     """Return an array reversed along some axes, computed by a gather."""
     values, axes = args.tensor, tf.get_static_value(args.axis)
     if axes is None or not values.shape.is_fully_defined():
-        # The indices of a gather need the size of the axis, so run the original operation. DTensor may refuse it.
+        # The indices of a gather depend on the axis and its size. Without these, run the original operation, which
+        # DTensor may refuse.
         return original(**vars(args))
     for axis in np.ravel(axes).tolist():
         values = tf.gather(values, tf.range(values.shape[axis] - 1, -1, -1), axis=axis % len(values.shape))
