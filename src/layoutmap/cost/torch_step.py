@@ -302,14 +302,15 @@ class _OperationCounter(TorchDispatchMode):
         """Return the mesh dims and the number of devices of a collective, or no dims and 1 if no dim is known."""
         mesh = self.policy.mesh
         for each in args:
-            # c10d passes first the group and then the kind of reduction as script objects, so take the first one.
+            # A c10d collective passes its group as a script object, and the kind of reduction as a later one, so unbox
+            # only the first.
             is_group = isinstance(each, torch.ScriptObject)
             name = dist.ProcessGroup.unbox(each).group_name if is_group else each
             if isinstance(name, str) and name in self._groups:
                 dims = self._groups[name]
                 return dims, math.prod(map(mesh.dim_size, dims))
             if is_group:
-                break  # this is the group of a mesh dim of size 1, which is not in the table
+                break  # a mesh dim of size 1 has a group that is not in `_groups`, so return no dims
         return (), 1
 
     def _track_storage_memory(

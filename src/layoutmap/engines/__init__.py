@@ -46,8 +46,8 @@ def get_engine(name: str) -> Engine:
             fix="use one of these names",
         )
     loaded = sys.modules.get(ENGINES[name])
-    # An import inside a trace fails, so use the module if it is loaded. While another thread imports it, it lacks
-    # `engine`.
+    # An import inside a trace fails, so use the module if it is loaded. While another thread is importing the module,
+    # it has no `engine` yet.
     if loaded is not None and hasattr(loaded, "engine"):
         return loaded.engine()
     if importlib.util.find_spec(name) is None:

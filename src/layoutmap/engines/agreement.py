@@ -41,7 +41,7 @@ def gather_texts(text: str, gather: Gather) -> list[str]:
 def _gather_values_of_any_length(values: NumpyArray, gather: Gather) -> list[NumpyArray]:
     """Return the values of each process. The number of values may differ between processes."""
     lengths = gather(np.array([values.size], np.int64))[:, 0]
-    if not lengths.any():  # no process has values, so do not gather any
+    if not lengths.any():  # the values of all processes are empty, so a second gather is not needed
         return [values] * len(lengths)
     rows = gather(np.pad(values, (0, int(lengths.max()) - values.size)))
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]

@@ -1,6 +1,6 @@
 """Guard a training loop: compare the model's layouts and replicas with a plan every n steps."""
 
-# Reading all values takes seconds, so compare checksums only at the first and at every n-th step (decisions/0162).
+# Reading all values takes seconds, so a guard compares checksums only at the first and each n-th step (decisions/0162).
 from __future__ import annotations
 
 from collections.abc import Mapping

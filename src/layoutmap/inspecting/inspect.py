@@ -162,7 +162,7 @@ def _find_layout_on_mesh(mesh: Mesh, placement: Placement, rank: int, engine: En
             if _is_submesh(placement.mesh, mesh, engine)
             else None
         )
-    # The mesh of a plan may list no devices. Binding it gives it devices, which can be compared.
+    # The mesh of a plan may list no devices, so bind it before comparing its devices.
     on_all = len(placement.devices) == mesh.size and placement.devices == engine.bind_mesh(mesh).devices
     return Layout.replicated(mesh, rank) if placement.is_copied or on_all else None
 
@@ -174,7 +174,7 @@ def _is_submesh(part: Mesh, mesh: Mesh, engine: Engine) -> bool:
         return False
     if part.devices is None and mesh.devices is None:
         return True
-    if part.devices is None or mesh.devices is None:  # bind an abstract mesh, because it lists no devices
+    if part.devices is None or mesh.devices is None:  # bind the meshes, because only bound ones list devices
         part, mesh = engine.bind_mesh(part), engine.bind_mesh(mesh)
     assert part.devices is not None
     assert mesh.devices is not None
@@ -271,7 +271,7 @@ def _merge_with_scope_plan(inspected_plan: Plan, scope_plan: PlanTable) -> Plan:
     assignments.sort(key=lambda a: order.get(a.variable.path, len(order)))
     models = {a.variable.model for a in assignments if a.variable.path in known}
     kept = [p for p in scope_plan.problems if not p.model or p.model in models]
-    # The scope has reported padded variables already, so do not report them as uneven again.
+    # The scope's plan already reports padded variables, so leave out the second report that these are uneven.
     padded = {a.variable.path for a in assignments if a.is_padded}
     kept += [p for p in inspected_plan.problems if p.kind != "uneven" or p.subject not in padded]
     return replace(

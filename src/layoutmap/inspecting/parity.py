@@ -386,7 +386,7 @@ def compare_models(
 
 def _check_no_shared_variables(adapter: TrainingAdapter, unsharded: object, sharded: object) -> None:
     """Raise if both models share variables, because the model would be compared with itself."""
-    # Keep both mappings alive, because the ids of deleted variables may be reused.
+    # New variables may get the ids of deleted ones, so keep both mappings and their variables alive.
     ours, theirs = adapter.variables(sharded), adapter.variables(unsharded)
     laid_out = {id(variable) for variable in ours.values()}
     shared = [path for path, variable in theirs.items() if unsharded is sharded or id(variable) in laid_out]
@@ -438,7 +438,7 @@ def _compare_stages(
     largest = max((float(np.max(np.abs(g))) for _, g, _ in found if g.size), default=0.0)
     perturbed_gradients: dict[str, Any] = {}
     if left_out is None and any(_can_be_rounding(a, b, largest) for _, a, b in found):
-        # Some adapters draw random numbers by the count of calls, so run both models to keep the counts equal.
+        # Some adapters derive random numbers from the number of calls, so call both models equally often.
         again, _ = (
             _compute_perturbed_gradients(adapter, model, batch, tolerance) for model in (unsharded, sharded)
         )
@@ -530,7 +530,7 @@ def _compute_perturbed_gradients(
     adapter: TrainingAdapter, model: Any, batch: object, tolerance: float
 ) -> Mapping[str, Any]:
     """Return the gradients after changing the model's values by one rounding error, and restore the values."""
-    # A forward pass may update variables such as moving averages, so restore all of them.
+    # A forward pass may change variables such as moving averages, so copy all variables, and restore them afterwards.
     before = {path: adapter.read(variable).copy() for path, variable in adapter.variables(model).items()}
     signs = np.random.default_rng(0)
     perturb_variables(adapter, model, signs, tolerance)

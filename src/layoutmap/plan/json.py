@@ -268,7 +268,8 @@ def _convert_verdict_to_json(plan: PlanTable) -> dict[str, Any]:
     """Return the JSON fields of the verdict on a plan, such as whether the plan passes."""
     verdict = judge_plan(plan)
     fields = dataclasses.asdict(verdict)
-    del fields["num_findings"]  # only lint counts findings, and it reads a finished plan
+    # Lint counts findings after the plan is made, so a plan does not know their number.
+    del fields["num_findings"]
     return {"passes": verdict.passes, "says": verdict.headline} | fields
 
 

@@ -68,7 +68,7 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     """
     groups: dict[object, list[Problem]] = {}
     for p in problems:
-        # The fix contains the block number, so the fixes of repeated blocks differ in numbers: compare only the rest.
+        # The fixes of repeated blocks differ in the numbers of the blocks, so compare fixes without numbers.
         subject = p.subject if p.kind in RULE_KINDS else split_path_at_numbers(p.subject)
         key = (p.kind, p.severity, p.model, subject, p.facts, p.why, split_path_at_numbers(p.fix))
         groups.setdefault(key, []).append(p)

@@ -142,13 +142,13 @@ def _find_corrected_pattern(
     intended = {*candidates.list_intended_candidates(rule.pattern, nearest, lambda p: paths[p].shape)}
     winners = {path: winner for path in intended if (winner := paths[path].rule)}
     lost = Counter(winner.number for winner in winners.values() if rule.number < winner.number)
-    # A path keeps its current rule if the pattern is exactly the path, or if the rule would become unused.
+    # Another rule keeps a path if its pattern is exactly this path, or if it would match nothing without such paths.
     intended -= {
         path
         for path, winner in winners.items()
         if winner.pattern == path or lost[winner.number] >= num_wins[winner.number]
     }
-    # If the nearest path keeps its current rule, that rule has probably replaced this one, so correct nothing.
+    # If the nearest path stays with another rule, that rule has probably replaced this one, so propose no correction.
     if nearest not in intended or (nearest in winners and winners[nearest].number < rule.number):
         return [], ""
     wanted = [path for path in same_form if path in intended]
@@ -177,7 +177,7 @@ def add_typo_corrections_to_fixes(
         near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
         for rule in [unused_rule_problems[pattern] for pattern in near if pattern in unused_rule_problems]:
             corrected = _CORRECTED_PATTERN.search(rule.fix)
-            # A rule can get only one new pattern, so propose the pattern that the problem of the rule proposes.
+            # A rule gets only one new pattern, so both problems must propose the same one.
             if corrected and re.match(corrected[1], problem.subject):
                 name = rule.what.partition(": matches no")[0]
                 problem = replace(problem, fix=f'correct {name} to r"{corrected[1]}", or add a rule')

@@ -41,7 +41,7 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:
         return RuleSet(plan.mesh, rest="replicated")
-    # A dim of the batch cannot serve tensor parallelism, so choose it only if the mesh has no other dim.
+    # A dim that shards the batch cannot serve tensor parallelism, too, so choose one only if the mesh has no other dim.
     dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
     preset = presets.find_matching_preset([group[0].variable.path for group in _group_repeated_weights(plan)])
     return (preset and _adapt_preset_rules(plan, preset, dim, batch_dims)) or _make_rules_with_reasons(
@@ -149,7 +149,8 @@ def _make_rules_with_reasons(plan: PlanTable, dim: str, batch_dims: tuple[str, .
             )
             if is_small and usual in (None, layout):
                 continue
-            # The pattern for the usual layout may also match variables with other layouts, so write their rules first.
+            # The pattern for the usual layout may also match variables with other layouts, so the rules of these must
+            # come first.
             parts = _find_pattern_parts(members, group if layout == usual else members, owners)
             rows.setdefault((layout == usual, layout, reasons.make_reason(members[0])), []).append(parts)
     merged = [(key, pattern) for key, patterns in rows.items() for pattern in merge_patterns(patterns)]
@@ -225,7 +226,7 @@ class _ReasonMaker:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
         names = ", ".join(dict.fromkeys(other.layer_name for other in others))
         previous = self._previous_kernels.get(id(w))
-        # The layers of a chain differ in numbers, and one reason is for all of them, so name no layer.
+        # One reason is for all layers of a chain, whose names differ in numbers, so write no name.
         if role == "out" and not names and id(w) in self._kernels_before_row_kernels:
             names = "the next layer"
         if (

@@ -240,7 +240,8 @@ def find_missing_activation_rule_problem(
             "the compiler then chooses, and may send several times as many bytes in each step",
             fix,
         )
-    # A plan cannot see constraints in the code of a pytree, so `strict` must not make an error of this.
+    # The code of a pytree may constrain activations, which a plan cannot see, so this is a note, which `strict`
+    # ignores.
     return Problem(
         "no activations",
         "note",

@@ -38,7 +38,7 @@ def anchor_keras_pattern(pattern: str) -> str:
         return pattern
     body = pattern.removeprefix(KERAS)
     flags = _FLAGS.match(body)
-    # A verbose regex may end in a comment, which would hide the closing bracket, so put that on a new line.
+    # A verbose regex may end in a comment, which would hide the closing bracket, so put the bracket on a new line.
     end = "\n" if re.compile(body).flags & re.VERBOSE else ""
     return f"{flags[0] if flags else ''}{KERAS}(?:{body[flags.end() if flags else 0 :]}{end})\\Z"
 

@@ -76,7 +76,7 @@ def _apply_linen_rules(names: Specs, rules: Sequence[tuple[str, _Dims]], where: 
             why="linen applies a rule to only one axis of an array",
             fix="give the axes different names",
         )
-    # Rules apply only to names of axes, so an axis that has None or a tuple of mesh dims instead keeps its value.
+    # Rules replace only names, so an axis that has None or a tuple of mesh dims instead of a name keeps this entry.
     taken: dict[int, _Dims] = {axis: name for axis, name in enumerate(names) if not isinstance(name, str)}
     for name, dims in rules:
         axis = names.index(name) if name in names else None

@@ -64,7 +64,7 @@ def _find_shortest_pattern_parts(paths: Sequence[str], unwanted: set[str]) -> tu
     split = [path.split(".") for path in paths]
     depth = min(map(len, split))
     for length in range(min(2, depth), depth + 1):
-        # If the model becomes a part of a larger one, its paths get a prefix, so the pattern allows one.
+        # If the model becomes a part of a larger one, its paths get a prefix, so the pattern also allows a prefix.
         start = r".*\." if depth > length else r"(.*\.)?"
         regex = make_path_regex([".".join(each[-length:]) for each in split])
         if _has_no_match(start + regex, unwanted):
@@ -104,7 +104,8 @@ def _make_general_regex(paths: Sequence[str], unwanted: Sequence[str]) -> str:
     def is_number_in_name(column: int) -> bool:
         return not {separators[column][-1:], separators[column + 1][:1]} <= {"", "."}
 
-    # The rule should also match further blocks, so write the numbers of blocks as `\d+` before digits in names.
+    # A rule should also match further blocks, so try `\d+` for each number, first for block numbers and then for digits
+    # in names.
     for column in sorted(range(len(choices)), key=is_number_in_name):
         tried = [*choices[:column], r"\d+", *choices[column + 1 :]]
         general = _replace_numbers_by_regexes(paths[0], tried)

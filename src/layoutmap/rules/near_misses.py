@@ -123,7 +123,7 @@ class NearMissSearch:
         scored = self._scores[wanted_skeleton] = []
         for skeleton in self._by_skeleton:
             parts = skeleton.split(".")
-            # A pattern that starts with .* says nothing of the first parts of a path, so compare only the last parts.
+            # A pattern that starts with .* allows any first parts of a path, so compare only the last parts.
             shared = min(len(parts), len(wanted))
             matcher.set_seqs(".".join(wanted[-shared:]), ".".join(parts[-shared:]))
             # The last word names the kind of variable, which users rarely mistype, so equal last words
@@ -159,7 +159,7 @@ def _separate_words_and_numbers(text: str) -> tuple[str, tuple[str, ...]]:
     """Return the words of a path or pattern with a sign for each number, and its numbers or their regexes."""
     text = text.replace(_NUMBER_SIGN, "")
     numbers = _NUMBER_REGEX.findall(text)
-    # The regex .* also matches dots, so a word does not go on after it.
+    # A number regex that starts with a dot, such as .*, also matches dots, so it separates the words on both sides.
     form = _NUMBER_REGEX.sub(lambda m: f".{_NUMBER_SIGN}." if m[0][0] == "." else _NUMBER_SIGN, text)
     form = re.sub(r"\\[A-Za-z]|\.[*+?]|[\\^$*+?(){}\[\]|\d]", "", form.replace("\\.", ".").replace("/", "."))
     return _merge_dots(form), tuple(numbers)

@@ -271,7 +271,7 @@ def read_rule_pairs(rules: Any, where: str) -> list[tuple[str, Any]]:
     return found
 
 
-# A TypeGuard would narrow values of type `Any` to a list of unknown items, so return bool.
+# After a TypeGuard, pyright would complain of unknown items for values of type `Any`, so return bool.
 def _is_list_or_tuple(value: object) -> bool:
     return isinstance(value, (tuple, list))
 

@@ -9,13 +9,14 @@ from layoutmap.core.match import KERAS
 from layoutmap.rules.keras_rules import anchor_keras_pattern, is_keras_rule
 
 _MAX_LENGTH = 1000
-_MAX_COST = 27  # a repeat costs 4, an optional part 1; up to this cost, matching 60 letters takes seconds
+# A repeat costs 4 and an optional part 1. At this limit, matching 60 letters already takes seconds.
+_MAX_COST = 27
 _OPENING = re.compile(r"\((?:\?(?:[aimsu-]*:|[=!>]|<[=!]|P<\w+>))?")
 _TOKEN = re.compile(
     rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P=\w+|[aimsu]+)\)|{_OPENING.pattern}|(?:[*+?]|\{{\d*,?\d*\}})[+?]?|.",
     re.DOTALL,
 )
-_CHOICE = re.compile(r"\||[*+?]\??|\{.+")  # no possessive repeats, because these are never retried
+_CHOICE = re.compile(r"\||[*+?]\??|\{.+")  # possessive repeats never backtrack, so they are not counted
 _LARGE_COUNT = re.compile(r"\{.*\d{4}")
 _LOOP = re.compile(r"[*+{]")
 _PART = re.compile(r"\((?:\?:)?(?:X\\\.|\\\.X)".replace("X", r"(?:\\[wd]|\[\^\\?\.\])[+*]"))

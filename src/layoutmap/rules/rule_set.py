@@ -239,7 +239,7 @@ class RuleSet(Rules):
         return new
 
     def __repr__(self) -> str:
-        # A dict of rules cannot have `uneven` and `memory` of single rules, so write such a map as YAML.
+        # A dict of rules cannot express `uneven` and `memory` of single rules, so show a map that has these as YAML.
         if self._get_uneven_settings() or any(layout.memory for layout in self.values()):
             return f"{type(self).__name__}.from_yaml({self.to_yaml()!r}, {self.mesh!r})"
         parts = [repr(self.mesh), _format_rules_as_python(self)]

@@ -256,7 +256,8 @@ class CheckpointManager:
         if damaged == "skip":
             found = self._find_undamaged_step(wanted)
             if found is None and step is None and not best:
-                # The search marks damaged manifests. Without these, the run may be on another branch, so search that.
+                # The first search may have found damaged manifests. Without these, the run may be on a different
+                # branch, so also search the steps of that branch.
                 found = self._find_undamaged_step(
                     [n for n in self._list_steps_of_this_run() if n not in wanted]
                 )
@@ -361,7 +362,7 @@ class CheckpointManager:
                 ),
                 stacklevel=find_user_stacklevel(),
             )
-        # Delete a step with the same number on a different branch, because it would prevent the save.
+        # A damaged step, or a step of a different branch, with the same number would prevent the save, so delete it.
         if (step in existing and position is not None) or step in self._damaged:
             self._storage.delete_step(step)
             self._history.remove_cached_step(step)
@@ -410,7 +411,7 @@ class CheckpointManager:
             own = np.array([rows[0, 0], rows[:, 1].max()])
         if self._preemption is not None and own[1] >= 0:
             self._is_preempted = True
-            # Save the step unless the time after which the machine stops has already passed.
+            # Once the machine's time to stop is over, a save could not finish, so save no step.
             return bool(own[1] < self._preemption.total_seconds)
         return self._retention.is_save_due(step, self._last_seen_step, float(own[0]))
 
@@ -435,7 +436,8 @@ class CheckpointManager:
         """Return the steps of this run that can be loaded, latest first."""
         last = self._position or self._history.find_last_saved_step()
         found = [*self._collect_metrics_by_step(last)]
-        # If the manifest of the last step is damaged, its branch is unknown, so add that of the last undamaged step.
+        # If the manifest of the last step is damaged, its branch is unknown, so also list the branch of the last
+        # undamaged step.
         if last is not None and last.step in self._history.damaged:
             undamaged = self._history.read_lineages().values()
             found += self._collect_metrics_by_step(max(undamaged, key=_get_save_order, default=None))

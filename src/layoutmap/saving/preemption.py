@@ -11,8 +11,8 @@ from typing import Any
 from layoutmap.core.errors import CheckpointError
 
 
-# SIGTERM announces that the machine will stop. Processes get it at different times, so only record it, and let all of
-# them save the same step (decisions/0079).
+# SIGTERM announces that the machine will stop. Processes get it at different times, so only record the signal, and let
+# all processes save the same step later (decisions/0079).
 class PreemptionSignal:
     """Record SIGTERM instead of ending the program. A handler that was installed before is still called."""
 

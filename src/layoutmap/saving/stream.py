@@ -91,7 +91,7 @@ class Stream:
         source = ModelSource(model, "stream")
         self._adapter = source.adapter
         self._table = read_model_name_table(names, model, source.adapter)
-        # Try the names, so that an error is raised here, before the first iteration.
+        # Apply the name table once now, so that a wrong table raises here, and not in the first iteration.
         rename_source_and_list_weights(source, self._table)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -167,7 +167,7 @@ def release_other_processes_at_end(source: ModelSource) -> Generator[None]:
     try:
         yield
         is_complete = True
-    except GeneratorExit:  # the caller stopped iterating early
+    except GeneratorExit:  # the caller has chosen to stop early, which is no error
         is_complete = True
         raise
     finally:

@@ -28,7 +28,7 @@ def make_collective_function(
 ) -> Callable[[], object]:
     """Return a function without arguments that runs a collective of float32 values over a mesh dim."""
     size = mesh.dim_size(dim)
-    # Number of elements on each device.
+    # An element has 4 bytes. On each device, the operand of all_gather has only a `size`-th of the result's elements.
     length = num_bytes // 4 // size**2 * (size if kind == "all_gather" else size**2)
     sharding = make_named_sharding(Layout([mesh.dim_names], mesh))
     operation = jax.shard_map(

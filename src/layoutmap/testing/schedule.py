@@ -85,7 +85,7 @@ class Schedule:
                 if result is not None:
                     yield result
         finally:
-            self._deadline = 0.0  # the deadline is in the past, so no worker begins a new case
+            self._deadline = 0.0  # workers begin no new case after the deadline, so set it to the past
             for process in tuple(self._processes):
                 process.kill_processes()  # the worker of the process then reads the rest of its output, and cleans up
             for thread in threads:
@@ -184,7 +184,7 @@ class _WorkerProcess:
         self.subject, self._engine, self._schedule = name, subject.engine, schedule
         self.is_quick = quick and simulated and subject.engine == "jax"
         num_simulated, environments = schedule.simulate, [dict[str, str]()]
-        if subject.num_processes > 1:  # JAX then simulates by a flag, and torch has one device per process
+        if subject.num_processes > 1:  # JAX simulates by a flag here, and torch has one device per process
             num_simulated = DEVICES_PER_PROCESS[subject.engine] if subject.engine == "tensorflow" else 0
             environments = make_launcher_environments(subject.num_processes)
         arguments = [subject.engine, str(num_simulated), schedule.mesh, *laws]

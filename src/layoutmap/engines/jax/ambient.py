@@ -53,7 +53,7 @@ def use_mesh(mesh: AnyMesh) -> AbstractContextManager[object]:
 def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
     """Return whether `jax.set_mesh` has set a mesh unlike `mesh`. Always return False inside `jax.shard_map`."""
     ambient = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in ambient.axis_types:  # in `jax.shard_map`, arrays are local, so no mesh conflicts
+    if AxisType.Manual in ambient.axis_types:  # in `jax.shard_map`, arrays are local, so every mesh fits
         return False
     return not ambient.empty and (ambient.shape, ambient.axis_types) != (mesh.shape, mesh.axis_types)
 

@@ -443,8 +443,8 @@ def _compute_convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.A
         operands = [_gather_axes(each, range(each.ndim)) for each in (lhs, rhs)]
         return lax.conv_general_dilated_p.bind(*operands, **params)
     is_product = groups > 1 and math.prod(map(min, windows, result_sizes)) == 1
-    # XLA computes a multiple of the result if a dim among several shards a spatial axis. On a mesh with one dim, gather
-    # these axes, too, because Shardy may split that dim, and shard an axis over a part of it.
+    # If one of several mesh dims shards a spatial axis, XLA computes a multiple of the result, so gather the spatial
+    # axes. Gather them on a mesh with one dim, too, because Shardy may split that dim into several.
     lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
     if by_batch and math.prod(result_sizes):
         return _convolve_batch_groups(result_sizes, lhs, rhs, **params)

@@ -179,7 +179,8 @@ class JaxEngine:
             return [
                 array
                 if layout is None
-                else self.relayout(array, layout)  # record the mesh without moving data
+                # `move` has placed the array, so this only records its mesh.
+                else self.relayout(array, layout)
                 for array, layout in zip(move(new), layouts, strict=True)
             ]
 
@@ -265,7 +266,7 @@ class JaxEngine:
             or isinstance(array, (PaddedArray, jax.core.Tracer))
         ):
             return np.asarray(array)
-        # np.asarray would keep its copy in the array, so copy into new memory.
+        # JAX would keep the result of np.asarray in memory as long as the array, so copy the shards into new memory.
         gathered_values = np.empty(array.shape, array.dtype)
         for index, values in iterate_shards(array):
             gathered_values[index] = values

@@ -117,7 +117,7 @@ def correct_products_in_module(module: _ir.Module, program_name: str) -> None:
                 result = products[number].results[0]
                 if position != _RESULT:
                     _gather_summed_axes(module, products[number], position)
-                # The barrier did not change the result's layout, so replicate the result.
+                # A barrier is already behind this result, and has not changed its layout, so replicate the result.
                 elif (number, position) in apart:
                     _replicate_product_result(module, result)
                     replicated.add((number, position))

@@ -231,7 +231,7 @@ class _Transfer:
             {device: n for n, device in enumerate(receivers)},
         )
         steps: tuple[CollectiveStep, ...] | None = None
-        if senders == receivers and shape:  # the devices of one mesh can exchange all shards at once
+        if senders == receivers and shape:  # collectives need equal devices, and an axis, which scalars lack
             stored_ends, wanted_ends = (
                 [get_starts_and_stops(each[device]) for device in senders]
                 for each in (source_indices, target_indices)
@@ -486,7 +486,7 @@ def _run_collective_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -
             stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.axis + 1)
             continue
         groups, size = [*map(list, step.groups)], len(step.groups[0])
-        # XLA is fastest if it exchanges parts of the first axis, so move the axis with the parts to the front.
+        # XLA exchanges parts of the first axis fastest, so move the axis to split to the front, and move it back below.
         if step.split_axis is None:
             parts = jax.lax.all_gather(stacked, _DIM, axis_index_groups=groups)
         else:

@@ -102,7 +102,7 @@ class PaddedArray:
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:
         values = np.empty(self.shape, self.dtype)
-        # np.asarray would keep its copy in the array, so copy shard by shard.
+        # JAX would keep the result of np.asarray in memory as long as the array, so copy shard by shard.
         for shard in self.array.addressable_shards:
             index, block = self.read_unpadded_shard(shard)
             values[index] = block

@@ -87,8 +87,8 @@ def broadcast_seeds(initializers: Mapping[str, Initializer], devices: Sequence[D
         for leaf, is_key in zip(leaves, keys, strict=True)
     ]
     text = repr((list(initializers), [(leaf.shape, str(leaf.dtype)) for leaf in plain]))
-    # Gather two numbers, as `agreement` does. If another process makes a different comparison now, both then
-    # detect the difference.
+    # Gather a row of two numbers, like the comparisons in `agreement`. So if another process makes such a comparison
+    # now, the rows have equal lengths, and both processes detect the difference.
     if (
         len(set(gather_from_processes(np.array([zlib.crc32(text.encode()), 0], np.uint32), devices)[:, 0]))
         > 1

@@ -49,8 +49,8 @@ default_mesh_lock = threading.RLock()
 """The lock for setting DTensor's default mesh, which DTensor also sets when it creates a variable or relayouts."""
 
 _lock = threading.Lock()
-# From each mesh of DTensor to the mesh of layoutmap that was first converted to it, because meshes with and without
-# devices become one mesh of DTensor. Keys are texts, because DTensor creates a mesh object for each layout. A tensor's
+# Meshes of layoutmap with and without devices become the same mesh of DTensor, so this maps each mesh of DTensor to the
+# mesh that was first converted to it. DTensor creates a mesh object for each layout, so the keys are texts. A tensor's
 # attribute `_MADE_IN` takes precedence.
 _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
@@ -204,7 +204,7 @@ def to_numpy(array: Array) -> NumpyArray:
     layout = get_layout(tensor)
     if layout is None:
         return tensor.numpy()
-    if layout.is_fully_replicated():  # read one device, which is fast for a step's logs
+    if layout.is_fully_replicated():  # each device has all values, so read one device, which is faster
         return dtensor.unpack(tensor)[0].numpy()
     if dtensor.num_clients() > 1:
         tensor = _replicate_over_processes(tensor, layout)

@@ -82,7 +82,8 @@ def read_collected_value(variable: tf.Variable) -> tf.Tensor | None:
         return None
     if not record.could_possibly_record():
         return found[1]
-    # A gradient would reach the inputs of the collected value, but not the variable, so compile the step unchanged.
+    # A gradient would flow to the inputs of the written value instead of to the variable. So raise, and the caller then
+    # compiles the step without writes at its end.
     if variable.trainable:
         raise WriteOrderError(f"{variable.name} is read again after a write, and needs a gradient")
     return tf.stop_gradient(found[1])
@@ -119,8 +120,8 @@ class StepWithWritesAtEnd:
         if signature in self._compiled:
             try:
                 return (self._writing_at_end or self._plain)(*args)
-            # A constant argument has a new value, so the step was traced again, and its writes may have a different
-            # order. Compile the step unchanged below.
+            # A constant argument has a new value, so the step was traced again, and the order of its writes now
+            # matters. So compile the step below without writes at its end.
             except WriteOrderError:
                 pass
         result = self._call_step_method("__call__", *args)

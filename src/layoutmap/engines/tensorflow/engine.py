@@ -166,7 +166,8 @@ class TensorFlowEngine:
         The relayout has a gradient. Inside a `tf.function`, it is DTensor's, which may lose the sign of a zero.
         """
         if isinstance(array, self.array_types):
-            if array.shape.rank is not None:  # in a tf.function it may be unknown: skip the check
+            # The rank may be unknown in a tf.function, so that no check is possible.
+            if array.shape.rank is not None:
                 check_and_convert_layout(layout, tuple(array.shape))
             return relayout_and_keep_size_one_dims(relayout_tensor(array, layout), layout)
         values = canonicalize_values(array)
@@ -177,7 +178,8 @@ class TensorFlowEngine:
 
     def make_variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
-        with tf.init_scope():  # a trailing slash makes the name ignore the current name scope
+        with tf.init_scope():
+            # TensorFlow adds the current name scope to a name, unless the name ends in "/".
             return DVariable(array, name=f"{name or 'Variable'}/", trainable=trainable)
 
     def gather_from_processes(self, values: NumpyArray, mesh: Mesh) -> NumpyArray:

@@ -26,7 +26,8 @@ from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, 
 _PIECE_BYTES = 16 << 20
 _RNG_GROUP = 4  # TensorFlow draws groups of up to four numbers, so spans start at multiples of four
 
-# By how much each random operation increases its counter per element: for elements of up to 4 bytes, and of 8 bytes.
+# Each random operation advances its counter by this number per element: for elements of up to 4 bytes, and of 8 bytes.
+# So a span starts at the counter of its first element.
 _COUNTS = {
     "StatelessRandomUniformV2": (1 / 4, 1 / 2),
     "StatelessRandomNormalV2": (1 / 4, 1 / 2),
@@ -34,10 +35,10 @@ _COUNTS = {
 }
 _SINGLE = "Abs AddV2 Cast Div DivNoNan Identity Maximum Minimum Mul Neg RealDiv Sqrt Square Sub"
 _ON_ELEMENTS = frozenset(_SINGLE.split())
-# Intermediate values with more elements are not computed in full, to save memory. Seeds and counters have fewer.
+# Only seeds, counters, and other small tensors are computed in full, because a large one would need too much memory.
 _MAX_FULL_ELEMENTS = 1024
-# The reason why a tensor cannot be computed in pieces, or "", and pairs of an operand that the computation needs and
-# whether the operand is computed in spans.
+# The items say why a tensor cannot be computed ("" if it can), and which operands its computation needs. Each operand
+# has a bool: whether it is computed in spans, or else in full.
 ReasonAndOperands = tuple[str, list[tuple[tf.Tensor, bool]]]
 TensorCache = dict[Hashable, tf.Tensor]
 
@@ -52,7 +53,7 @@ class PiecewiseInitializer:
 
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in _convert_seed_to_tensors(seed)]
         traced = tf.function(call_with_leaves, autograph=False).get_concrete_function(*specs)
-        self._graph = traced.graph  # keep the graph alive, because operations do not
+        self._graph = traced.graph  # store the graph, because its operations do not keep it alive
         self._inputs = [tensor.ref() for tensor in traced.inputs]
         self._num_seeds = len(specs)
         self.outputs: list[tf.Tensor] = tf.nest.flatten(traced.structured_outputs)

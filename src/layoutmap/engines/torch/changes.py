@@ -35,7 +35,7 @@ def install_patches(*patches: Patch) -> None:
     """Install patches of torch. They are removed when no tensor on a mesh exists any more."""
     with _lock:
         for patch in patches:
-            if patch not in _installed:  # add it to the list once, because several scopes may install it
+            if patch not in _installed:  # several scopes may install the same patch, so add it only once
                 _installed.append(patch)
             patch.install()
         if _restore_torch_if_unused not in gc.callbacks:
@@ -52,7 +52,8 @@ def keep_patches_while_alive(owner: object) -> None:
     _keepers.add(owner)
 
 
-# Weak references do not tell when the last tensor is gone, so garbage collection calls this (decisions/0150).
+# Nothing reports that the last tensor on a mesh is gone, so each full garbage collection checks this, and then calls
+# this function (decisions/0150).
 def restore_torch() -> None:
     """Remove all patches of torch."""
     with _lock:

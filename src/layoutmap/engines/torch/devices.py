@@ -47,9 +47,10 @@ _TYPES = {"CPU": "cpu", "GPU": "cuda"}
 _NAME = re.compile(r"[A-Z]+:\d+$", re.IGNORECASE)
 _lock = threading.RLock()
 _device_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
-_mesh_cache: dict[tuple[Mesh, Any], DeviceMesh] = {}  # the key contains the DeviceMesh's process group
-# For each DeviceMesh, the mesh that it was first made for. A mesh with and without devices share a DeviceMesh, so the
-# layout of a DTensor is recorded separately (see `arrays.record_layout`).
+# A DeviceMesh works only as long as its process group exists, so keys contain this group, too.
+_mesh_cache: dict[tuple[Mesh, Any], DeviceMesh] = {}
+# Meshes with and without devices share a DeviceMesh, so this stores the mesh for which it was first made, and the
+# layout of each DTensor is recorded separately (see `arrays.record_layout`).
 _mesh_of: weakref.WeakKeyDictionary[DeviceMesh, Mesh] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +68,7 @@ def _list_device_types() -> list[str]:
     """Return the device types that the process group supports, the default type first."""
     if simulation.is_simulated():
         return ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
-    # Without a process group, torch will create one from torchrun's environment variables, for all device types.
+    # If there is no process group, torch will create one from torchrun's environment variables, for all device types.
     if not dist.is_initialized():
         return ["GPU", "CPU"] if torch.cuda.is_available() and dist.is_nccl_available() else ["CPU"]
     served = dist.get_backend_config()
@@ -118,7 +119,8 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
         EngineError: The devices do not come in an order that torch keeps.
     """
     simulation.ensure_process_group()
-    group = simulation.get_global_group()  # in the key, because a DeviceMesh ends with its group
+    # A DeviceMesh ends with its process group, so the cache key needs the group.
+    group = simulation.get_global_group()
     known = _mesh_cache.get((mesh, group))
     if known is None:
         known = _mesh_cache[mesh, group] = _create_device_mesh(mesh)
@@ -138,10 +140,10 @@ def discard_meshes_of_group(group: dist.ProcessGroup | None) -> None:
 
 def _end_process_groups_of_mesh(device_mesh: DeviceMesh) -> None:
     """End the process groups of a simulated mesh, before torch destroys the default group."""
-    # A rank that is not in the mesh has no groups of it, so it has none to destroy.
+    # If this process's rank is not in the mesh, it has no groups of the mesh to destroy.
     is_here = simulation.get_rank() in simulation.list_ranks(device_mesh)
     for group in device_mesh.get_all_groups() if is_here else ():
-        if group is not simulation.get_global_group():  # torch destroys the default group itself
+        if group is not simulation.get_global_group():  # torch destroys the default group itself, so skip it
             dist.destroy_process_group(group)
     discard_meshes_of_group(simulation.get_global_group())
 
@@ -170,7 +172,9 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
 def check_device_order(mesh: Mesh) -> None:
     """Raise an `EngineError` if torch cannot keep the order of a mesh's devices. No device is used."""
     if not all(map(_NAME.match, mesh.devices or ("",))):
-        return  # an abstract mesh gets devices in order, and device names of other frameworks contain no rank
+        # An abstract mesh gets its devices in order, and device names of other frameworks contain no rank, so neither
+        # is checked.
+        return
     ranks = np.array([_parse_rank_of_device(name) for name in mesh.devices or ()]).reshape(mesh.shape)
     if all((np.diff(ranks, axis=axis) > 0).all() for axis in range(ranks.ndim)):
         return
@@ -212,7 +216,7 @@ def convert_layout_to_placements(layout: Layout, device_mesh: DeviceMesh) -> tup
     for axis, numbers in enumerate(axes):
         for number in numbers:
             placements[number] = Shard(axis)
-    if all(numbers == sorted(numbers) for numbers in axes):  # torch's default order of mesh dims
+    if all(numbers == sorted(numbers) for numbers in axes):  # in torch's default order, placements suffice
         return tuple(placements)
     order = tuple(
         ShardOrderEntry(tensor_dim=axis, mesh_dims=tuple(numbers))

@@ -228,7 +228,7 @@ class TorchEngine:
         leaves = tree_leaves((list(args), dict(kwargs)))
         if not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves):
             recipe = None
-            with contextlib.suppress(EngineError):  # the code below refuses results that are not tensors
+            with contextlib.suppress(EngineError):  # if the result is not a tensor, the code below refuses it
                 recipe = trace_recipe(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
                 check_and_convert_layout(layout, recipe.shape)
@@ -257,7 +257,7 @@ def engine() -> TorchEngine:
 _meshes = threading.local()
 
 
-# Frequent result types that cannot contain an unsharded tensor.
+# Results of these frequent types contain no unsharded tensor, so there is nothing to replicate.
 _SAFE_TYPES = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bool, float, str, type(None)))
 
 

@@ -137,7 +137,7 @@ def make_simulation_patches(
         find_coordinates: Called with torch's own method and a mesh. Returns the mesh coordinates of simulated ranks.
         make_reduce_ex: Returns a `DTensor.__reduce_ex__` for torch's own.
     """
-    mode._disable = False  # keep the mode enabled, because all threads use it without entering it
+    mode._disable = False  # threads use this mode without entering it, so it must be enabled here
     of_mesh = vars(local_tensors._LocalDeviceMesh)
     methods = {name: of_mesh[name].__func__ for name in local_tensors._PATCHED_DEVICE_MESH_METHODS}
     methods["get_coordinate"] = functools.partial(find_coordinates, methods["get_coordinate"])
@@ -155,7 +155,8 @@ def make_simulation_patches(
         ),
         AttributePatch(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _SimulationsPerThread(mode)),
         AttributePatch(LocalTensorMode, "__enter__", lambda _: _enter_simulation_mode),  # pyright: ignore[reportUnknownLambdaType]
-        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # use the mode of each thread
+        # If this is True, torch uses one mode for the whole process, and not one for each thread.
+        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),
         # While ranks are simulated, torch has no default group, so return the group of the simulated ranks.
         AttributePatch(local_collectives, "_get_default_group", lambda _: lambda: group),
         AttributePatch(local_collectives, "_prepare_collective_groups", make_cached_group_finder),
@@ -197,7 +198,7 @@ def _make_direct_dispatch(dispatch: Any) -> object:
             return run_operator_for_ranks(func, ranks, args, kwargs or {}, leaves)
         return dispatch.__func__(cls, func, types, args, kwargs)
 
-    # Torch excludes its own function from torch.compile, so exclude this one, too.
+    # Torch excludes the function that this one replaces from torch.compile, so exclude this one, too.
     excluded: Any = torch._disable_dynamo(dispatch_operator_directly)  # pyright: ignore[reportPrivateImportUsage]
     return cast(object, classmethod(excluded))
 

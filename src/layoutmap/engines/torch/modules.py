@@ -19,7 +19,7 @@ check_names_exist(
 )
 
 
-_IS_OWN = "_layoutmap_own"  # attribute of layoutmap's hooks
+_IS_OWN = "_layoutmap_own"  # attribute that distinguishes layoutmap's hooks from those of a program
 
 
 def get_parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -69,7 +69,7 @@ def prepend_gradient_hooks(
         after_accumulation: Called with the tensor after the gradient was added to `grad`.
     """
     for hook in (before_accumulation, after_accumulation):
-        unserializable_hook(hook)  # prevents a warning of torch.save about the hook
+        unserializable_hook(hook)  # torch.save would warn of a hook without this
         setattr(hook, _IS_OWN, True)
     untyped: Any = tensor
     handles: tuple[RemovableHandle, RemovableHandle] = (

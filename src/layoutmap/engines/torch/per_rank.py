@@ -64,7 +64,8 @@ def get_rank_tensors(local: LocalTensor) -> dict[int, torch.Tensor]:
 _NO_KEYS = torch._C.DispatchKeySet.from_raw_repr(0)
 _NEW_LOCAL_TENSOR: Any = inspect.unwrap(cast(Any, LocalTensor).__new__)
 _TENSOR_TYPES = frozenset((LocalTensor, torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
-# For these operators, torch's simulation makes results of its own, such as empty pieces for ranks with fewer splits.
+# For these operators, torch's simulation returns special results, such as empty pieces for ranks with fewer splits, so
+# do not run them for each rank.
 _NAMES_NEEDING_TORCH_SIMULATION = frozenset(("split", "hash_tensor", "dim"))
 
 

@@ -222,8 +222,8 @@ class _RedistributeFunction(SkippableAutogradFunction):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # On a mesh dim over which the tensor was a partial sum, its gradient may be the same kind of partial sum.
-        # Replicate any other gradient there.
+        # If the tensor was a partial sum over a mesh dim, its gradient may be a partial sum of the same kind over this
+        # dim. Replicate any other gradient over this dim.
         gradient = replicate_gradient(upstream[0], ctx.mesh)
         have = gradient.placements
         wanted = [
@@ -238,12 +238,11 @@ class _ExtractShardFunction(SkippableAutogradFunction):
     def forward(ctx: Ctx, tensor: torch.Tensor, gradient_placements: object) -> torch.Tensor:
         ctx.mesh, ctx.placements, ctx.shape = get_spec(tensor).mesh, gradient_placements, tuple(tensor.shape)
         local = get_local(tensor)
-        return local.view_as(local)  # return a new tensor, because autograd attaches it to this function
+        return local.view_as(local)  # autograd attaches this function to the result, so return a new tensor
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        # Make the gradient contiguous, because the spec is made from its strides, and an expanded gradient has zero
-        # strides.
+        # The spec gets the strides of the gradient, and an expanded gradient has zero strides, so make it contiguous.
         return make_dtensor_from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements, ctx.shape), None
 
 
@@ -365,7 +364,7 @@ def _redistribute_without_autograd(tensor: DTensor, placements: tuple[Placement,
         # Copy the shard, because a view would keep the full tensor in memory.
         local = local.clone(memory_format=torch.contiguous_format)
     else:
-        # Let DTensor redistribute in all other cases, which are rare.
+        # All other cases are rare, so their speed does not matter, and DTensor redistributes.
         moved = _redistribute_by_torch(tensor, spec.mesh, placements)
         return make_dtensor(restore_memory_axis_order(get_local(moved), get_spec(moved)), get_spec(moved))
     spec = copy_spec_with_placements(spec, placements, local.dtype)

@@ -71,8 +71,8 @@ class _Simulation(SimulationMode):
         leaves = flatten_args(args, kwargs)
         locals_ = (get_local(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves)
         ranks = next((get_ranks(each) for each in locals_ if isinstance(each, LocalTensor)), self.ranks)
-        if ranks != self.ranks:  # not all simulated ranks are in the mesh
-            with _Simulation(ranks):  # the pieces of all arguments must have the same ranks
+        if ranks != self.ranks:  # the mesh has only some of the simulated ranks
+            with _Simulation(ranks):  # the results must have the ranks of the arguments
                 return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and not any(map(_has_value_per_rank, leaves)):
             return func(*args, **kwargs)
@@ -121,11 +121,11 @@ def _start_simulation(num_ranks: int) -> None:
     """Create the process group of simulated ranks, and install the patches that simulate them."""
     global _simulation, _group
     _warn_of_other_processes(num_ranks)
-    # init_process_group refuses to create a second default group, so remove the existing one for this time.
+    # init_process_group refuses to create a second default group, so hide the existing one during the call.
     with replace_default_group_temporarily(None):
         on_error = sys.excepthook
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        sys.excepthook = on_error  # torch has set its own hook, which prints a rank; undo this
+        sys.excepthook = on_error  # restore the hook, because torch has installed one that prints a rank
         _group = dist.group.WORLD
     simulation = _Simulation(num_ranks)
     install_patches(

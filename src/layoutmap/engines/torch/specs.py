@@ -139,7 +139,8 @@ def make_spec_from_shard(
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             axis, number = get_axis(placement), mesh.size(dim)
-            # If strides are equal, count an axis as slower in memory if it is an earlier one, or has several elements.
+            # An axis of size 1 may have the stride of another axis. Of axes with equal strides, treat an earlier axis,
+            # or one with several elements, as the slower one in memory.
             is_above = [
                 step > strides[axis] or (step == strides[axis] and (i < axis or shape[i] > 1))
                 for i, step in enumerate(strides)

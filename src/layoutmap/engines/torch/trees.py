@@ -10,7 +10,7 @@ from layoutmap.engines.tested import ImportErrorConverter
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-with ImportErrorConverter("torch"):  # these modules are private in torch 2.13
+with ImportErrorConverter("torch"):  # a private module, which other releases of torch may lack
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as _tree_map
 

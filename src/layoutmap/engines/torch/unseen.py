@@ -15,8 +15,9 @@ from layoutmap.engines.torch.backward import get_backward_node_name
 from layoutmap.engines.torch.specs import get_local
 from layoutmap.engines.torch.storages import get_base_tensor
 
-_IS_UNSEEN = "_layoutmap_unseen"  # attribute of a tensor: autograd does not count its changes
-_COUNTER = "_layoutmap_number"  # attribute of a storage: a list with the number of changes that autograd does not count
+_IS_UNSEEN = "_layoutmap_unseen"  # attribute of a tensor whose changes autograd does not count
+# This attribute of a storage is a list with the number of changes that autograd did not count.
+_COUNTER = "_layoutmap_number"
 
 
 def get_storage(tensor: torch.Tensor) -> torch.UntypedStorage:

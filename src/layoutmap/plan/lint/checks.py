@@ -33,7 +33,7 @@ _LEAST_SHARE = 0.05  # report tables that take at least this share of a device's
 def _find_sums_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
     """Yield a finding for each kernel with a summed axis that is sharded over the batch dim."""
     batch = linted.batch_dim
-    # With activation rules, or if no compiler chooses layouts, the weight is gathered as intended.
+    # With activation rules, or if no compiler chooses layouts, each step gathers the weight, as the user intends.
     if batch is None or linted.plan.activations or not linted.plan.free_activations:
         return
     for w in linted.kernels:
@@ -229,7 +229,8 @@ def _find_attention_mismatches(linted: LintedPlan) -> Iterator[Finding]:
         dims = {id(w): w.list_dims(w.list_axes("out")[0]) for w in parts.values()}
         over = linted.choose_head_dims(block)
         shards = math.prod(map(linted.plan.mesh.dim_size, over))
-        # If the number of key heads is not a multiple of the shards, the keys need a different layout: no finding.
+        # If the number of key heads is not a multiple of the shards, the keys need a different layout, which is no
+        # mistake.
         wrong = [w for w in parts.values() if dims[id(w)] != over and w.count_heads("out") % shards == 0]
         others = [w for w in rest if dims[id(w)] != dims[id(query)] and (w in wrong or query in wrong)]
         if not over or not others:
@@ -295,7 +296,8 @@ def _find_replicated_tables(linted: LintedPlan) -> Iterator[Finding]:
         w
         for w in linted.weights
         if w.list_axes("rows") or (w.list_axes("in") and rows & {*w.list_axis_sizes("out")})
-        # Tables of positions are small, and presets replicate them. Here only their names show that they are tables.
+        # Presets replicate tables of positions, because they are small, so report none. If a table has no known use,
+        # only its name shows that it is one of positions.
         if w.assignment.variable.use is not None or not _POSITIONS.search(w.path)
     ]
     ids = {id(w.assignment) for w in tables}

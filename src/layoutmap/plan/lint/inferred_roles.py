@@ -186,7 +186,8 @@ def _infer_roles_by_transposed_shapes(block: Sequence[_UnknownWeight], counts: M
     ]
     if len(pairs) == 1 and min(map(len, pairs[0])) == 1:
         wide, tall = pairs[0]
-        shared = max((1, 0), key=lambda axis: -counts[wide[0].shape[axis]])  # the wider one of equal counts
+        # If both are equally frequent, `max` returns axis 1, the larger one.
+        shared = max((1, 0), key=lambda axis: -counts[wide[0].shape[axis]])
         is_wide_first = len(tall) == 1 and (len(wide) > 1 or bool(shared) != wide[0].is_transposed)
         firsts, (second, *_) = (wide, tall) if is_wide_first else (tall, wide)
         yield from _infer_consecutive_kernel_roles(firsts, second, counts)

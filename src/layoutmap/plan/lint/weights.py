@@ -139,7 +139,8 @@ class LintedPlan:
         uses = {
             v.key: (v.use, v.path.rpartition(".")[0]) for a in fitting if (v := a.variable).use is not None
         }
-        # JAX sorts the keys of a dict, so `down` is before `up`. The inferred uses are in the order of the call.
+        # Checks compare weights in the order of `uses`. JAX sorts the keys of a dict, so `down` is before `up`, but
+        # the inferred uses are in the order of the calls.
         uses |= infer_axis_roles(a.variable for a in plan.assignments)
         by_key = {a.variable.key: a for a in fitting}
         self.weights = [

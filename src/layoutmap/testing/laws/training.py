@@ -248,7 +248,8 @@ def check_failing_step_changes_nothing(trial: Trial) -> Iterator[str]:
             raise NotApplicable("the unsharded model accepts inputs of a wrong rank")
     if not all(map(_are_equal_arrays, initial, map(read, trial.adapter.variables(unsharded).values()))):
         raise NotApplicable("the unsharded model changes its state before it raises")
-    # After `fit` on JAX, Keras stores weights and averages in one buffer. The next step donates it twice, and fails.
+    # After `fit` on JAX, Keras stores weights and averages in one buffer, and the next step fails because it donates
+    # this buffer twice. The law does not apply then.
     if _is_call_failing(lambda: train_step(unsharded, batch)):
         raise NotApplicable("the unsharded model cannot train after an error")
     train_step(sharded, batch)

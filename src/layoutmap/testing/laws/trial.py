@@ -189,7 +189,7 @@ class Trial:
 
     def _compare_in_float32(self) -> Iterator[ParityRow]:
         """Yield the differences between an unsharded model and a float32 model of equal weights: its rounding."""
-        if self.case.precision not in ("float32", *QUANTIZED):  # quantized models have different weights
+        if self.case.precision not in ("float32", *QUANTIZED):  # a float32 model has no quantized weights
             reference = self.create_unsharded_model()
             wide_trial = Trial(self.case.to_precision("float32"))
             yield from self._compare_two_models(

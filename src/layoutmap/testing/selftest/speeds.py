@@ -72,8 +72,7 @@ class MeasuredSpeeds:
                 continue
             mesh = Mesh(None, figure["mesh"])
             group = Machine(_make_unit_speed_device(self.node_size), mesh.size).group(mesh, [figure["dim"]])
-            # Estimate the seconds at one byte per second. They equal the bytes on the network that limits the
-            # collective.
+            # At one byte per second, the estimated seconds equal the bytes on the network that limits the collective.
             device = _make_unit_speed_device(self.node_size, fast=1.0 if group.nodes == 1 else math.inf)
             num_bytes = Machine(device, mesh.size).estimate_seconds(figure["kind"], figure["bytes"], group)
             bandwidth = num_bytes / figure["seconds"]

@@ -123,7 +123,7 @@ class ElementReaderBuilder:
         if view.is_dense:
             reader = self._make_memory_reader(view.memory, end_number, index_map.convert_to_memory_map(view))
             return ShiftedReader(reader, view.offset) if view.offset else reader
-        # Return None for a small view of a large storage, because a reader of the view would compute the whole storage.
+        # A reader of a small view of a large storage would compute the whole storage, so return None.
         if not view.has_ascending_offsets or view.memory.numel > _MAX_GAP * view.numel:
             return None
         reader = self._make_memory_reader(view.memory, end_number, index_map.convert_to_memory_map(view))
@@ -134,7 +134,7 @@ class ElementReaderBuilder:
     ) -> ElementReader:
         """Return a reader of a memory's values before operation `end_number`. Equal index maps share a reader."""
         write_index = bisect.bisect_left(memory.writes, end_number) - 1
-        # Consumers with different maps read in different orders, so they need different readers.
+        # Consumers with different index maps read elements in different orders, so each index map needs its own reader.
         key = (memory, write_index, index_map)
         if key not in self._readers:
             self._readers[key] = self._make_reader_after_write(memory, write_index, index_map)
@@ -149,7 +149,7 @@ class ElementReaderBuilder:
             operation = self._operations[memory.writes[write_index]]
             made = operation.find_result_with_new_memory(memory)
             written = [v for v in (operation.writes if made is None else [made]) if v.memory is memory]
-            # Every partial write takes part in the computation of each span, so limit the number of partial writes.
+            # To compute any elements, all partial writes are applied to them, so too many partial writes would be slow.
             if len(written) != 1 or len(partial_writes) > _MAX_PARTIAL_WRITES:
                 raise self._make_needs_whole_tensor_error(operation)
             [view] = written

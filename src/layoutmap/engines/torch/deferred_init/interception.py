@@ -45,9 +45,7 @@ class _RecordingModes(SelfClosingContext):
 
     def __init__(self, *modes: Any, inner: Any) -> None:
         self._modes = modes
-        self._inner = (
-            inner  # `close_context` also ends this mode, because an interrupt may have left it active
-        )
+        self._inner = inner  # an interrupt may leave this mode active, so `close_context` also ends it
         self._thread = threading.get_ident()
 
     def open_context(self) -> None:

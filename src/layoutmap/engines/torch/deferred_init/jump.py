@@ -43,8 +43,8 @@ def jump_ahead(generator: torch.Generator, num_words: int) -> None:
     blocks, place = divmod(count_used_block_words(generator) + num_words - 1, _N)
     place += 1
     block: Block = state[_WORDS].view(np.uint64).astype(np.uint32)
-    # The first block after seeding is not part of the recurrence, so step to the next block. The remaining distance
-    # depends only on `num_words`, so that equal jumps share one cached polynomial.
+    # The first block after seeding does not follow the recurrence of MT19937, so step one block before the jump. The
+    # length of the jump depends only on `num_words`, so equal jumps share one cached polynomial.
     far = num_words // _N - 2
     if far > _MIN_JUMP_BLOCKS:
         block = _compute_word_block_ahead(_compute_next_word_block(block), far)

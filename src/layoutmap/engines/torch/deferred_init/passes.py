@@ -70,7 +70,8 @@ def iterate_spans_by_tiles(
 ) -> Iterator[tuple[ElementSpan, list[BlockSlice]]]:
     """Yield the spans of each block, each with its `BlockSlice`. Spans consist of whole tiles where possible."""
     columns = count_row_elements(shape)
-    # The tensor is drawn as a matrix. The axes from `row_axis` on are a row, and the axes before it number the rows.
+    # Tiles divide a matrix, so treat the tensor as one: the axes from `row_axis` on form its rows, and the axes before
+    # number the rows.
     row_axis = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
     for block, index in enumerate(indices):
         if math.prod(compute_block_shape(index)):

@@ -19,7 +19,7 @@ from layoutmap.engines.torch.deferred_init.steps import MemoryGeometry
 class ElementReader:
     """Compute the elements of a tensor, one span at a time. Subclasses implement `_compute_elements`."""
 
-    shares_memory = False  # whether the result may share memory with another object
+    shares_memory = False  # if true, elements may be another object's memory, so copy them before a change
 
     def __init__(self) -> None:
         self.consumers = 0
@@ -33,14 +33,15 @@ class ElementReader:
             UnreadableSpanError: The rows have a distance that this reader does not support, or the span is before the
                 elements that were read last.
         """
-        if self.consumers < 2:  # without other consumers, each span is read once, so do not cache it
+        if self.consumers < 2:  # with one consumer, each span is read once, so do not store its elements
             return self._compute_elements(span)
         if self._span == span:
             return self._values
         last = self._span
         if last.start <= span.start and span.stop <= last.stop and last.rows == span.rows == 1:
             return self._values[span.start - last.start : span.stop - last.start]
-        self._values = self._compute_elements(span)  # the other consumers read this span next, so cache it
+        # The other consumers read this span next, so store its elements.
+        self._values = self._compute_elements(span)
         self._span = span
         return self._values
 

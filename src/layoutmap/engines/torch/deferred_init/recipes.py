@@ -23,7 +23,7 @@ from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.trees import tree_map
 
 _NUM_COMPARED_ELEMENTS = (
-    1024  # processes compare only so many elements of a file, because reading all is slow
+    1024  # number of elements of a file that processes compare, because reading the whole file is slow
 )
 
 
@@ -64,7 +64,7 @@ class Recipe:
         except NeedsWholeTensorError as reason:
             self.why_global = str(reason)
 
-    # The bits must be the unsharded program's, so replay all operations if pieces do not suffice (decisions/0006).
+    # The bits must be the unsharded program's, so if pieces cannot give these, replay all operations (decisions/0006).
     def compute_global_value(self) -> torch.Tensor:
         """Return the unsharded tensor, with the strides that it has in the unsharded program."""
         if not self.why_global:
@@ -144,7 +144,8 @@ class Recipe:
         [source] = operation.args
         if not isinstance(source, DeferredView) or self._end_number <= self._view.memory.writes[-1]:
             return None
-        decisive = operation.name == "any"  # element value that decides the result and ends the pass
+        # One True decides `any`, and one False decides `all`, so the pass then ends.
+        decisive = operation.name == "any"
         try:
             reader = ElementReaderBuilder(self._operations, self._piece).make_element_reader(source, number)
             shape = source.geometry.shape

@@ -114,7 +114,8 @@ def _replay_operation(operation: RecordedOperation, storages: Storages) -> None:
         if view is None or view.memory in storages:
             continue
         if tensor.stride() != view.strides or tensor.storage_offset() or view.offset:
-            # Later operations were recorded with the predicted strides, so copy the result to memory with these.
+            # Later operations were recorded with the predicted strides and offset, so copy the result to memory that
+            # has these.
             view.make_tensor(_get_or_create_storage(view.memory, storages)).copy_(tensor)
         else:
             storages[view.memory] = tensor.untyped_storage()

@@ -31,7 +31,8 @@ from layoutmap.engines.torch.operators import (
 PIECE = 1 << 18
 """The number of elements in a piece: 1 MiB of float32."""
 
-_RNG_GROUP = 16  # torch draws 16 elements at once, and computes the remaining ones differently
+# torch draws groups of 16 elements, and the rest differently, so pieces consist of whole groups.
+_RNG_GROUP = 16
 _MIN_JUMP_WORDS = 1 << 22
 
 aten = torch.ops.aten
@@ -67,9 +68,10 @@ class RandomFill:
     def skip_values(self, numel: int, generator: torch.Generator) -> None:
         """Advance a generator as if `numel` values were drawn."""
         words = _count_words_per_element(self)
-        # Always draw the last group, because it may leave the second number of a normal pair in the generator's cache.
+        # Draw the last group and do not jump over it, because it may leave the second number of a normal pair in the
+        # cache.
         ahead = (numel - _RNG_GROUP) // _RNG_GROUP * _RNG_GROUP
-        # To skip few numbers, drawing them is faster than a jump.
+        # For few numbers, drawing and discarding them is faster than a jump.
         if ahead * words >= _MIN_JUMP_WORDS and jump.can_jump_exactly():
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead
@@ -99,11 +101,13 @@ def free_scratch_buffer() -> None:
 @functools.lru_cache(maxsize=4096)
 def _can_draw_in_pieces(fill: RandomFill) -> bool:
     """Return whether drawing in pieces gives the same numbers and generator state as drawing at once."""
-    for numel in (_RNG_GROUP * 50 + 5, _RNG_GROUP * 50):  # the last group is incomplete, and then complete
+    # torch draws an incomplete last group differently, so try an incomplete and a complete group.
+    for numel in (_RNG_GROUP * 50 + 5, _RNG_GROUP * 50):
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
             generator.manual_seed(20)
-            # Begin with a cached second number of a normal pair, which an odd count leaves.
+            # An odd count leaves the second number of a normal pair in the generator's cache, so the test includes this
+            # state.
             torch.empty(5, device="cpu").normal_(generator=generator)
         expected = fill.draw_next_values(numel, at_once)
         parts = [

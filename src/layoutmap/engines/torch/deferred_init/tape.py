@@ -53,7 +53,7 @@ from layoutmap.engines.torch.storages import get_storage_key
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 MIN_DEFERRED_ELEMENTS = 4096
-_MAX_COPIED_ELEMENTS = 1 << 12  # larger constants are copied only if something changes them
+_MAX_COPIED_ELEMENTS = 1 << 12  # larger constants are copied only before a change, to save memory
 
 
 # No device may store a full weight, so record operations and replay them in pieces (decisions/0006).
@@ -167,7 +167,8 @@ class Tape:
         try:
             inferred = self._infer_fake_result(op, args, kwargs)
         except UNSUPPORTED_ERRORS:
-            if written:  # the operation would change only a temporary copy, so raise
+            # The operation would change only a temporary copy, and the change would be lost, so raise.
+            if written:
                 raise
             return self._run_with_evaluated_arguments(op, args, kwargs, written)
         is_drawn = find_random_generator(op, args, kwargs) is not None
@@ -255,7 +256,7 @@ class Tape:
     def _infer_fake_result(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Return an operation's result as fake tensors, without running it."""
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
-            return args[0]  # a fill changes only the values of its first argument, so return that
+            return args[0]  # a fill does not change the shape of its first argument, so return that argument
         args, kwargs = tree_map(self._detach_argument, (args, kwargs))
         with self._fake:
             return op(*args, **kwargs)
@@ -273,7 +274,7 @@ class Tape:
         made_tensors = [leaf for leaf in tree_leaves(inferred) if isinstance(leaf, torch.Tensor)]
         fresh = [each for each in made_tensors if isinstance(each, FakeTensor) and not self.is_deferred(each)]
         if not fresh and (not written or torch.Tag.inplace_view in op.tags):
-            return inferred  # the results are views of deferred tensors, so record nothing
+            return inferred  # the results are only views of recorded tensors, so there is nothing to replay
         number = len(self._operations)
         for tensor in fresh:
             memory = DeferredMemory(tensor.untyped_storage(), tensor.dtype, [number])

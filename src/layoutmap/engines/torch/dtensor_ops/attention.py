@@ -46,7 +46,7 @@ def _compute_attention(draw_mask: Function, function: Function, args: Args, kwar
         for each in tensors
     ]
     if mask is not None:
-        # The mask may broadcast along the batch or the heads, so its axes are aligned with the scores.
+        # The mask may lack the batch or the heads, or have size 1 there, so align its axes with those of the scores.
         mask = redistribute_to_local_shard(mask, mesh, _align_axes_with_scores(mask, kept, rank), kept)
     if dropout_p > 0:
         query, key = tensors[:2]
@@ -131,7 +131,7 @@ def _attend_with_dropout_mask(
         scores = scores.masked_fill(~kept, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    # Return zeros for a fully masked row, as torch's kernels do. The softmax would be NaN.
+    # For a fully masked row, the softmax would be NaN, but torch's kernels return zeros, so return zeros.
     nothing = torch.isneginf(scores).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0), -1).masked_fill(nothing, 0)
     return ((weights * dropout_mask) @ value).to(dtype)
@@ -153,7 +153,8 @@ def _compute_multi_head_attention(
     of_weights = dict.fromkeys(kept, 0)  # the batch is the first axis of the attention weights
     p = given["dropout_p"] if given["training"] else 0.0
     mask = draw_mask(*_find_weights_shape_and_dtype(given), p, mesh, of_weights) if p > 0 else None
-    # Use one shard if arguments are the same tensor, because self-attention then projects them together.
+    # Pass the same shard for equal arguments, because torch projects query, key, and value together if they are one
+    # tensor.
     shards: dict[int, torch.Tensor] = {}
     for name, each in tensors.items():
         if id(each) not in shards:

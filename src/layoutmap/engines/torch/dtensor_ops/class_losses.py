@@ -76,7 +76,8 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
         is_counted = labels != given.get("ignore_index", -100)
     weights = None if weight is None else redistribute_to_local_shard(weight, mesh, {}, shards)
     if class_mesh_dims:
-        _check_loss_options(function, x, target, weight, given)  # the shards would not detect invalid options
+        # torch does not see the options, because the shards compute the loss, so check the options here.
+        _check_loss_options(function, x, target, weight, given)
         classes = _ShardedClassLoss(axis, x.shape[axis], mesh, class_mesh_dims)
         if function is F.cross_entropy:
             local = compute_log_softmax(local, axis, mesh, class_mesh_dims)

@@ -56,7 +56,8 @@ def to_local(
     local = _ToLocalFunction.compute_with_optional_gradient(
         tensor, _GradientPlacements(tensor.placements, grad_placements)
     )
-    if getattr(tensor, "_is_param", False):  # return the shard of a parameter as a parameter, as torch does
+    # torch returns the shard of a parameter as a parameter, so do the same.
+    if getattr(tensor, "_is_param", False):
         local._is_param = True
     return record_if_local_tensor_is_shard(local, tensor.placements)
 
@@ -76,7 +77,7 @@ def full_tensor(
     if simulation.is_simulated():
         local = extract_first_rank_tensor(local)
         if is_replicated(tensor):
-            local = local.clone()  # the result must not share memory with a simulated device
+            local = local.clone()  # a change of the result must not change the memory of a simulated device
     return record_if_local_tensor_is_shard(local, whole.placements)
 
 
@@ -211,8 +212,8 @@ def distribute_tensor(
             ranks = simulation.list_ranks(device_mesh)
             tensor = simulation.copy_to_ranks(tensor, ranks).requires_grad_(tensor.requires_grad)
         if type(simulation.get_first_local_tensor(tensor)) not in (torch.Tensor, torch.nn.Parameter):
-            # While a graph is recorded, tensors have no values, and torch's implementation, which sends values, would
-            # fail.
+            # While a graph is recorded, tensors have no values that torch's implementation could send, so do not call
+            # it.
             return _redistribute_with_negative_axes(replicate_tensor(tensor.detach(), device_mesh), wanted)
         return original(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
@@ -271,7 +272,7 @@ class _ToLocalFunction(SkippableAutogradFunction):
     def forward(ctx: Ctx, tensor: DTensor, gradient: _GradientPlacements) -> torch.Tensor:
         ctx.spec, ctx.gradient = get_spec(tensor), gradient
         local = get_local(tensor)
-        return local.view_as(local)  # return a new tensor, because autograd attaches it to this function
+        return local.view_as(local)  # autograd attaches this function to the result, so return a new tensor
 
     @staticmethod
     def list_tensors_checked_for_changes(
@@ -282,7 +283,7 @@ class _ToLocalFunction(SkippableAutogradFunction):
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         spec = copy_spec_with_placements(ctx.spec, ctx.gradient.find_gradient_placements(), upstream[0].dtype)
-        gradient = upstream[0].contiguous()  # an expanded gradient has zero strides, unlike its spec
+        gradient = upstream[0].contiguous()  # an expanded gradient has zero strides, but the spec has none
         return _FromLocalFunction.compute_with_optional_gradient(gradient, spec), None
 
 

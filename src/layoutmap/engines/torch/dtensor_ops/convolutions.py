@@ -21,11 +21,12 @@ def _compute_convolution(function: Function, args: Args, kwargs: Kwargs) -> obje
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
     mesh = find_device_mesh((x, weight, bias))
-    batched = x.ndim == weight.ndim  # False: the input has no batch axis
-    out_axis = 1 if "output_padding" in names else 0  # output channel axis of the weight
+    batched = x.ndim == weight.ndim  # without a batch axis, the input has one axis less than the weight
+    # A transposed convolution's weight has output channels on axis 1.
+    out_axis = 1 if "output_padding" in names else 0
     batch = find_axes_that_stay_sharded([x], mesh, [0] if batched else [])
-    # A grouped convolution reads only a part of the input channels for each output channel, so keep channels
-    # replicated.
+    # In a grouped convolution, an output channel reads only the input channels of its group, so a shard of the output
+    # channels would need only a part of the input. So keep the channels replicated.
     channel_axes = [out_axis] if given.get("groups", 1) == 1 else []
     channels = find_axes_that_stay_sharded([weight], mesh, channel_axes, excluded_mesh_dims=batch)
     of_bias = dict.fromkeys(channels, 0)

@@ -134,11 +134,11 @@ class OperatorDispatchPatch:
     def install(self) -> None:
         """Install the patch, unless it is installed, and clear DTensor's cached answers."""
         if _PROPAGATE in vars(_DISPATCHER):
-            return  # all cached answers come from this patch, so keep them
+            return  # the patch is active already, so DTensor has cached only correct answers, which can stay
         vars(_DISPATCHER).update(self._methods)  # pyright: ignore[reportUnknownMemberType]
         for name, instead in _REPLACEMENTS.items():
             getattr(_Dispatcher, name).__code__ = instead.__code__
-        # DTensor computes these operators by handlers, without sharding rules, so wrap the handlers.
+        # DTensor computes these operators by handlers, and not by the methods patched above, so wrap the handlers, too.
         for name in _ALWAYS_ANSWERED:
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
             handler = functools.partial(_compute_operator_with_handler, self._answer, _ORIGINAL_HANDLERS[op])

@@ -59,7 +59,7 @@ def compute_on_gathered_tensors(
     for each in changed:
         if isinstance(each, DTensor):
             write_back(each, full[id(each)])
-    # A dict from the id of a gathered copy to the changed argument, which is returned instead of the copy.
+    # The function may return a gathered copy that it changed, so map the copy's id to the argument to return instead.
     given = {id(full[id(each)]): each for each in changed}
 
     def replicate_result(value: Any) -> Any:
@@ -194,7 +194,7 @@ GATHERED: dict[object, Function] = {
     **dict.fromkeys(
         (torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _create_tensor_from_list
     ),
-    # The gradients of these functions compare values for equality, but partial sums are rounded differently, so reduce
-    # and gather the arguments.
+    # The gradients of these functions compare values for equality, which fails for the different rounding of partial
+    # sums, so reduce and gather the arguments.
     **dict.fromkeys((_TENSOR.index_reduce_, _TENSOR.scatter_reduce_), compute_on_gathered_tensors),
 }

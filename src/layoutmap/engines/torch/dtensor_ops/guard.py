@@ -110,7 +110,7 @@ def correct_operators_on_mesh(device_mesh: DeviceMesh) -> None:
 
 def _write_copies_back(op: OpOverload, changed: list[torch.Tensor], args: Args, kwargs: Kwargs) -> None:
     """Write the changes of DTensors that are copies back to the originals."""
-    # Check again, because DTensor does not call the guard if it has cached the answer.
+    # If DTensor has cached its answer for an operator, it does not call the guard, so make the guard's check here, too.
     _check_no_write_to_unsharded_tensor(op, args, kwargs)
     increment_hidden_change_counters(changed)
     some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
@@ -136,7 +136,7 @@ def _compute_proven_or_corrected_operator(
     compute_by_dtensor: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
 ) -> object:
     """Return DTensor's own answer for an operator if it is proven to be correct, or else layoutmap's result."""
-    if mesh not in meshes:  # the DTensors are not layoutmap's, so leave the operator to torch
+    if mesh not in meshes:  # the mesh is not one of layoutmap's, so leave the operator to DTensor
         return compute_by_dtensor()
     if has_shard((args, kwargs)):  # the function mode also refuses shards, but may not be active
         raise make_shard_error(
@@ -154,8 +154,8 @@ def _check_no_write_to_unsharded_tensor(op: OpOverload, args: Args, kwargs: Kwar
     if op is torch.ops.aten.copy_.default:
         return
     for place, name in list_written_arguments(op):
-        # Check the first argument and keyword arguments. Further arguments are internal, such as the steps of a fused
-        # optimizer.
+        # Check the first argument and keyword arguments. Further arguments, such as the step counts of a fused
+        # optimizer, are internal, and stay unsharded.
         tensors = _convert_to_sequence(args[0] if place == 0 else kwargs.get(name))
         for number, each in enumerate(tensors):
             if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
@@ -179,7 +179,8 @@ def _compute_operator(
     compute_by_dtensor: Callable[[], object], op: Any, args: Any, kwargs: Any, mesh: DeviceMesh
 ) -> object:
     """Return DTensor's answer for an operator, or compute it on redistributed or gathered tensors."""
-    full_name = str(op.overloadpacket).removeprefix("aten.")  # keep the namespace of custom operators
+    # Keep the namespace of a custom operator, because its name may be equal to that of an operator of `aten`.
+    full_name = str(op.overloadpacket).removeprefix("aten.")
     name = full_name if full_name.endswith("__") else full_name.removesuffix("_")
     if (
         name in ALONG
@@ -197,20 +198,20 @@ def _compute_operator(
     if position < len(args) and args[position] is not None and args[position] < 0:
         rank = args[0].ndim if position == 1 else len(args[1])
         return op(*args[:position], args[position] % max(rank, 1), *args[position + 1 :], **kwargs)
-    # DTensor may use the mask of one lookup for another lookup, so use layoutmap's lookup.
+    # DTensor may apply the mask of one lookup to the result of another, so use layoutmap's lookup.
     if name == "embedding" and is_axis_sharded(args[0], 0):
         return LOOKUPS[F.embedding](F.embedding, (args[1], args[0]), {})
     tensors = _list_dtensors((args, kwargs))
     written = {id(each) for each in _list_dtensors(find_changed_tensors(op, args, kwargs))}
-    # DTensor cannot redistribute operands to the placements of a partial sum that the operator changes, so do not ask
-    # it.
+    # An operator that changes a partial sum must keep its placements, but DTensor cannot redistribute the other
+    # operands to these, so do not call DTensor.
     is_filled = any(
         _is_partial_or_strided(each) and any(other.placements != each.placements for other in tensors)
         for each in tensors
         if id(each) in written
     )
     why = "DTensor's own rule for it is not proven to be correct"
-    # DTensor would loop forever when it searches view dims of an empty tensor, so do not ask it.
+    # DTensor would loop forever when it searches the view dims of an empty tensor, so do not call it.
     is_empty = name in ("view", "_unsafe_view") and any(0 in each.shape for each in tensors)
     # An uneven shard may be empty, and an empty shard has no maximum, so gather these tensors.
     is_extreme = name in _EXTREMES or _is_extreme_norm(name, args)
@@ -242,7 +243,7 @@ def _compute_operator(
         if is_pure_view(op):
             record_copy(args[0], ready[0])
         return op(*ready, **named)
-    # The inner operators of a composite operator may be proven, or gather less, so try them first.
+    # The inner operators of a composite operator may be proven, or need smaller gathers, so try to compute these first.
     inner = decompose_and_compute(op, args, kwargs)
     if inner is not NotImplemented:
         return inner
@@ -272,7 +273,8 @@ def _has_proven_sharding_rule(op: OpOverload, name: str, args: Args, kwargs: Kwa
         return (args[position] if position < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
     if name in ALONG and not _has_equal_other_axes(args[0], args[1], args):
         return False
-    # In forward passes, `lookups` computes this operator, so this is a backward pass. Gather the operand.
+    # In forward passes, `lookups.py` computes `gather`, so this is a backward pass. Return False, so that the operand
+    # is gathered.
     if name == "gather" and is_axis_sharded(args[0], args[1]):
         return False
     changes_shape = torch.Tag.inplace_view in op.tags and name != "detach"
@@ -377,7 +379,8 @@ def _write_gathered_result(op: OpOverload, old: DTensor, new: torch.Tensor) -> N
         redistribute_if_needed(replicate_tensor(new, mesh), replace_partial_placements(old.placements))
     )
     for dim, placement in enumerate(old.placements):
-        # A partial mean or maximum of equal values is their value. A partial sum must be zero on all devices but one.
+        # If all devices have the same value, this is also their mean and maximum, but not their sum. So set the value
+        # to zero on all devices but one for a sum.
         if placement.is_partial("sum"):
             is_first = replicate_tensor(torch.arange(mesh.size(dim), device=new.device) == 0, mesh)
             axes = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]

@@ -22,7 +22,7 @@ from layoutmap.engines.torch.modes import list_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
-# torch.load refuses files of tensors with attributes, so use a separate table (decisions/0151).
+# torch.load refuses a file of tensors with own attributes, so store this property in a table (decisions/0151).
 _marks: Any = WeakIdKeyDictionary()
 """For each local tensor, whether it differs between devices."""
 
@@ -32,7 +32,7 @@ def record_if_local_tensor_is_shard(local: torch.Tensor, placements: Sequence[Pl
     differs = not all(each.is_replicate() for each in placements)
     if (
         differs or list_function_modes()
-    ):  # only function modes read the value `False`, so store it only for them
+    ):  # only function modes read the value `False`, so without a mode, store only `True`
         _marks[local] = differs
     return local
 

@@ -40,7 +40,7 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
             "different rows",
             fix="embed without max_norm, and clip the table after each step: torch.renorm(weight, 2, 0, max_norm)",
         )
-    # The option needs row frequencies in the global batch, so gather.
+    # `scale_grad_by_freq` divides gradients by the frequencies of rows in the global batch, so gather.
     if given.get("scale_grad_by_freq", False):
         return compute_on_gathered_tensors(function, args, kwargs)
     rows, table = given["input"], given["weight"]
@@ -168,7 +168,7 @@ def check_index_range(indices: torch.Tensor, size: int, name: str, axis: int = 0
     local = get_local(indices) if isinstance(indices, DTensor) else indices
     what = f"{name}: index out of range: axis {axis} has size {size}"
     try:
-        # An accelerator checks this asynchronously, so its error may be raised by a later operation.
+        # On an accelerator, this check is asynchronous, so a later operation may raise its error.
         torch.ops.aten._assert_async.msg(((local >= 0) & (local < size)).all(), what)
     except RuntimeError as error:
         raise IndexError(what) from error

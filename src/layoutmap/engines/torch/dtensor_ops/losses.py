@@ -20,7 +20,7 @@ def _make_element_loss_handler(names: str) -> Function:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         reduction = pop_reduction(given)
         if given.get("weight") is not None and "cross_entropy" not in function.__name__:
-            # For weighted losses, torch reduces by sums, which DTensor computes correctly, so call torch.
+            # With weights, torch computes the loss by sums, which DTensor computes correctly, so call torch.
             return function(**given, reduction=reduction)
         elements = function(**given, reduction="none")
         return elements if reduction == "none" else getattr(elements, reduction)()

@@ -23,8 +23,9 @@ from layoutmap.engines.torch.specs import cache_while_meshes_exist, make_dtensor
 
 # Two rounds of the hash suffice, because a third would change only bits below the precision of the threshold.
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_PIECE = 1 << 16  # number of elements to hash at once; so many fit into a CPU cache
-_LARGE_PIECE = 1 << 22  # number of elements to hash at once on other devices
+_PIECE = 1 << 16  # number of elements that are hashed at once on CPUs, because they fit into the cache
+# Number of elements that are hashed at once on other devices, where small kernels are slow.
+_LARGE_PIECE = 1 << 22
 
 AxisIndices = tuple[Sequence[int], ...]  # global positions along each axis
 
@@ -56,7 +57,7 @@ def draw_sharded_mask(
     made: dict[AxisIndices, torch.Tensor] = {}
     pieces: dict[int, torch.Tensor] = {}
     for rank, indices in _find_element_indices_by_rank(size, mesh, placements).items():
-        if indices in made:  # a different simulated rank has the same elements of the mask, so copy them
+        if indices in made:  # simulated ranks may have the same elements of the mask, so copy these
             pieces[rank] = made[indices].clone()
         else:
             pieces[rank] = made[indices] = _draw_mask_block(indices, size, seed, p, dtype, divisor)
@@ -112,7 +113,7 @@ def _draw_mask_block(
     """Return the elements of a mask at some indices along each axis."""
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     most_dropped = max(int(p * 2.0**64) - 1, 0) - (1 << 63)
-    # While a graph is recorded, hash all elements at once, because the graph's compiler splits the loop.
+    # The compiler of a recorded graph splits this loop over elements itself, so hash all elements at once.
     if type(seed) is not torch.Tensor:
         return (_hash_element_indices(seed, indices, steps) > most_dropped).to(dtype).div_(divisor)
     mask = torch.empty([len(each) for each in indices], dtype=dtype, device=seed.device)
@@ -134,8 +135,8 @@ def _draw_mask_block(
 
 def _hash_element_indices(seed: torch.Tensor, indices: AxisIndices, steps: Sequence[int]) -> torch.Tensor:
     """Return a hash of the seed and of each element's global position, uniform over all int64."""
-    # Let nothing overflow before the first round. inductor computes with loop counters, whose overflow is undefined in
-    # C++, so the compiler could drop the end of a loop.
+    # The seed is small enough that the sum cannot overflow. inductor computes this sum with loop counters, whose
+    # overflow is undefined in C++, so the compiler could drop the end of a loop.
     mixed = seed.clone()
     for axis in range(len(indices) - 1, -1, -1):
         along = _convert_indices_to_tensor(indices[axis], seed.device).mul_(steps[axis])

@@ -33,15 +33,16 @@ from layoutmap.engines.torch.unseen import get_storage, has_hidden_changes, incr
 
 check_names_exist("torch", (torch._C, "_disabled_torch_function_impl"))
 
-_ORIGIN = "_layoutmap_origin"  # attribute of the storage of a copy: where the copy comes from
-_COPIES = "_layoutmap_copies"  # attribute of a storage: the storages of its copies
+_ORIGIN = "_layoutmap_origin"  # attribute of a copy's storage that stores its `_CopyOrigin`
+_COPIES = "_layoutmap_copies"  # attribute of a source's storage that stores the storages of its copies
 copied: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Storages of redistributed copies."""
 outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Storages of copies whose source was changed after they were made."""
 
 
-# A slice of a DTensor may be a copy, so its source is stored to receive later writes (decisions/0151).
+# A slice of a DTensor may be a copy, so the copy stores its source, to which later changes of the slice are written
+# back (decisions/0151).
 class _CopyOrigin(NamedTuple):
     """The source of a redistributed copy, and where the copy is in memory.
 
@@ -78,7 +79,7 @@ def record_copy(source: torch.Tensor, copy: torch.Tensor) -> None:
         rank: (int(piece.storage_offset()), tuple(piece.shape), piece.stride())
         for rank, piece in simulation.get_tensors_by_rank(get_local(copy)).items()
     }
-    # Make a new DTensor, because the source would keep its autograd graph in memory.
+    # Store a new DTensor, because the source itself would keep its autograd graph in memory.
     own = make_dtensor(get_local(source), get_spec(source))
     origin = _CopyOrigin(own, weakref.ref(get_base_tensor(source)), get_spec(copy), geometries)
     setattr(copy_storage, _ORIGIN, origin)
@@ -109,7 +110,8 @@ def write_changed_copies_back(op: OpOverload, changed: list[DTensor]) -> None:
             tensor, or a copy while a graph is recorded.
     """
     name = format_function_name(op)
-    tensors = {id(get_storage(each)): each for each in changed}.values()  # one tensor for each storage
+    # A copy is written back once, so keep one tensor for each storage.
+    tensors = {id(get_storage(each)): each for each in changed}.values()
     parts = [
         (each, origin) for each in tensors if (origin := _get_copy_origin(get_storage(each))) is not None
     ]
@@ -124,7 +126,8 @@ def write_changed_copies_back(op: OpOverload, changed: list[DTensor]) -> None:
         origin.source.copy_(
             redistribute_if_needed(origin.rebuild_copy(part), find_reachable_placements(origin.source))
         )
-        outdated.discard(get_storage(part))  # the copy is up to date again
+        # The source now has the copy's values, so the copy is not outdated.
+        outdated.discard(get_storage(part))
 
 
 def _check_copy_can_be_written_back(
@@ -132,7 +135,7 @@ def _check_copy_can_be_written_back(
 ) -> None:
     """Raise if a changed copy cannot be written back to its source."""
     *_, root = _iterate_source_storages(get_storage(part))
-    if 0 in origin.source.stride():  # only an expanded tensor has strides of 0
+    if 0 in origin.source.stride():  # only expanded tensors have strides of 0
         why, fix = (
             "in an expanded tensor several elements share memory",
             "clone the tensor first: x = x.clone()",
@@ -164,19 +167,19 @@ def _mark_copies_as_outdated(
 ) -> None:
     """Mark all copies of some storages as outdated, unless a copy is itself among these storages."""
     for storage in storages:
-        for each in list(getattr(storage, _COPIES, ())):  # a list, because the set may shrink during the loop
+        for each in list(getattr(storage, _COPIES, ())):  # a list, as garbage collection may shrink the set
             if not any(each is other for other in storages):
                 _mark_copy_as_outdated(each, is_counted_by_autograd=is_counted_by_autograd)
 
 
 def _mark_copy_as_outdated(storage: torch.UntypedStorage, *, is_counted_by_autograd: bool) -> None:
     """Mark a copy and all copies of it as outdated."""
-    if not outdated:  # check functions only from now on, because checks take time
+    if not outdated:  # checks slow down each function, so start them when the first copy becomes outdated
         _start_checking_for_outdated_slices()
     outdated.add(storage)
     base = getattr(storage, _ORIGIN).base()
     if not is_counted_by_autograd and base is not None and not base.is_inference():
-        torch.autograd.graph.increment_version(base)  # a backward pass that needs the old value then fails
+        torch.autograd.graph.increment_version(base)  # a backward pass that saved the old values must raise
     _mark_copies_as_outdated([storage], is_counted_by_autograd=is_counted_by_autograd)
 
 

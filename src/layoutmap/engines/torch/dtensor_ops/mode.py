@@ -144,7 +144,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (type(func) is _PROPERTY or func in METADATA_METHODS) and type(args[0]) is DTensor:
-            with disable_function_modes():  # hide this call from function modes, because it computes nothing
+            with disable_function_modes():  # the call computes nothing, so hide it from the program's modes
                 return func(*args, **kwargs)
         if outdated:
             check_no_slice_is_outdated(format_function_name(func), (args, kwargs))
@@ -168,7 +168,8 @@ class _DTensorFunctionMode(TorchFunctionMode):
             check_no_shard_with_dtensor(func, args, kwargs, changed)
             try:
                 return _compute_on_local_tensors(func, args, kwargs)
-            except RuntimeError as error:  # shapes of a shard and a global tensor differ
+            # The shapes of a shard and a global tensor differ, so explain torch's error.
+            except RuntimeError as error:
                 raise make_shard_error(
                     f"{format_function_name(func)}: combines a local shard with a global tensor", found
                 ) from error
@@ -263,7 +264,8 @@ def _compute_without_handler(
             if get_base_tensor(each) is not each:
                 restore_gradient_layout_in_backward(each)
         if not changed and type(result) is DTensor and result.ndim == 0 and get_base_tensor(result) is result:
-            # Reduce a scalar at once if it is a partial sum, because a program may read its loss outside of all modes.
+            # A program may read a scalar such as its loss outside of all modes, so reduce it now if it is a partial
+            # sum.
             return reduce_if_partial(result)
         return result
 

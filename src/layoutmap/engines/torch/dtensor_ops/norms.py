@@ -34,7 +34,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
-    if x.ndim < 2:  # the input has no channel axis, which the code below needs
+    if x.ndim < 2:  # without a channel axis, the code below would fail, so let torch check the input
         return compute_on_gathered_tensors(function, args, kwargs)
     of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
     mesh = find_device_mesh((x, *of_channels.values()))
@@ -56,7 +56,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     mean = sum_over_devices(y.sum(axes, keepdim=True), mesh, summed) / count
     y = y - mean
     variance = sum_over_devices((y * y).sum(axes, keepdim=True), mesh, summed) / count
-    # The running variance is the unbiased one, so multiply the variance by count / (count - 1).
+    # torch stores the unbiased variance in `running_var`, so multiply by count / (count - 1).
     for name, value in (("running_mean", mean), ("running_var", variance * (count / (count - 1)))):
         value = wrap_shards_as_dtensor(value.detach().flatten(), mesh, channels)
         _update_running_statistic(given.get(name), value, given.get("momentum", 0.1))
@@ -106,7 +106,7 @@ def _compute_group_norm(
 ) -> object:  # DTensor's backward pass fails (pytorch/pytorch#184825), so compute on shards
     given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
     x = given.pop("input")
-    # Let torch check the options on the global shape.
+    # The shards would not detect all invalid options, so let torch check these on the global shape.
     function(torch.empty(x.shape, device="meta"), **{**given, "weight": None, "bias": None})
     return _COMPUTE_BY_EXAMPLE(torch.group_norm, (x,), given)
 

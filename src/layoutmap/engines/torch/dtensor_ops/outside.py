@@ -121,7 +121,7 @@ def _swap_tensors(original: Callable[..., None], t1: torch.Tensor, t2: torch.Ten
         if each.is_leaf:
             increment_change_counter(
                 get_storage(each)
-            )  # autograd may have saved old values, and must then raise
+            )  # a backward pass that needs the old values must raise
         set_shell(each, make_dtensor(local, spec))
         set_local_tensor(each, local, spec)
 
@@ -167,11 +167,11 @@ def _get_address_or_raise(original: Function, tensor: DTensor, *args: object, **
     """Replace `tensor.data_ptr()`: raise, because a kernel would take a shard on the mesh for the global tensor."""
     caller = sys._getframe(find_user_stacklevel({"functools"}) - 1)  # pyright: ignore[reportPrivateUsage]
     asked_in = caller.f_globals.get("__name__")
-    # `copy.deepcopy` only compares addresses, so return torch's answer to it.
+    # `copy.deepcopy` only compares addresses, and does not read them, so return torch's answer.
     if not has_corrected_operators(tensor.device_mesh) or asked_in == "torch._tensor":
         return original(tensor, *args, **kwargs)
-    # For cuDNN, torch's RNN packs its weights into one storage, unless two have the same address, so return equal
-    # addresses.
+    # For cuDNN, torch's RNN would pack its weights into one storage. It skips this if two weights have the same
+    # address, so return the same number for all weights.
     if asked_in == "torch.nn.modules.rnn":
         return 0
     raise EngineError(
@@ -204,7 +204,8 @@ def _unflatten_tensor(original: Function, pieces: object, metadata: Args, *geome
         return tensor
 
 
-_WARNED = "_layoutmap_said"  # attribute of a `FlopCounterMode` that has warned
+# This attribute is set on a `FlopCounterMode` that has warned, so that it warns only once.
+_WARNED = "_layoutmap_said"
 
 
 @skip_function_modes
@@ -223,7 +224,8 @@ def _count_flops(
     each = next((each for each in leaves if has_corrected_operators(each.device_mesh)), None)
     if each is None:
         found = original(mode, func, types, args, kwargs)
-        # For sizes and strides of simulated ranks, the mode returns NotImplemented, so call the operator directly.
+        # The mode returns NotImplemented for operators that read sizes and strides of simulated ranks, so call these
+        # directly.
         return func(*args, **(kwargs or {})) if found is NotImplemented and not types else found
     if not hasattr(mode, _WARNED):
         setattr(mode, _WARNED, True)
@@ -242,7 +244,8 @@ def _register_tensor_hook(original: Function, tensor: DTensor, hook: Function) -
 
     @functools.wraps(hook)
     def call_and_check_hook(gradient: torch.Tensor | None) -> object:
-        if gradient is None:  # only other weights of this gather have a gradient
+        # Autograd passes None if only other weights of the same gather have a gradient, so do not call the hook.
+        if gradient is None:
             return None
         result = hook(gradient)
         check_value_is_not_shard("a gradient from a hook", result)
@@ -294,7 +297,8 @@ class _DistributeTensorPatch:
             delattr(_api, self._NAME)
 
 
-# torch's function gets this code, and runs it with its own globals, in which `layoutmap_distribute` is defined.
+# `distribute_tensor` gets this function's code, and runs it with the globals of its module, which then contain
+# `layoutmap_distribute`.
 def _call_layoutmap_distribute(
     tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: Any = 0
 ) -> Any:

@@ -94,12 +94,13 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
     """Compute a dropout with a mask of which each device draws only its own shard."""
     x, p, train = _bind_dropout_arguments(*args, **kwargs)
     of_channels = "feature" in function.__name__
-    # For arguments other than these, torch draws nothing or raises, so call the handler that does the same.
+    # In these cases, torch draws nothing or raises, and so does the handler without shards, so call that handler.
     if not train or not 0 < p <= 1 or not x.numel() or (of_channels and x.ndim < 2):
         return RANDOM[function](function, args, kwargs)
     in_place = is_in_place(function)
     axes = 2 if of_channels else x.ndim
-    shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]  # one number per channel
+    # A feature dropout draws one number per channel, so the mask has size 1 on the other axes.
+    shape = [size if axis < axes else 1 for axis, size in enumerate(x.shape)]
     placements = [
         each if getattr(each, "dim", axes) < axes else Replicate() for each in find_reachable_placements(x)
     ]

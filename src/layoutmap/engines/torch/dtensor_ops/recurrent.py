@@ -16,15 +16,15 @@ from layoutmap.engines.torch.trees import is_sequence, tree_leaves
 
 
 def _compute_recurrent_layer(function: Function, args: Args, kwargs: Kwargs) -> object:
-    if kwargs or not isinstance(args[3], bool):  # torch passes packed sequences differently, so gather them
+    if kwargs or not isinstance(args[3], bool):  # packed sequences have different arguments, so gather them
         return compute_on_gathered_tensors(function, args, kwargs)
     x, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
-    if train and dropout:  # the dropout between layers must draw the same numbers as on one device, so gather
+    if train and dropout:  # the dropout between layers must draw the numbers of one device, so gather
         return compute_on_gathered_tensors(function, args, kwargs)
     mesh = find_device_mesh(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1
     kept = find_axes_that_stay_sharded([x], mesh, [axis])
-    of_states = dict.fromkeys(kept, 1)  # states start with the layer axis, even with batch_first
+    of_states = dict.fromkeys(kept, 1)  # states have the layers on axis 0, even with batch_first
     several = is_sequence(states)
     shards = [
         redistribute_to_local_shard(each, mesh, of_states, kept)

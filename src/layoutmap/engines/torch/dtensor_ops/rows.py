@@ -39,7 +39,7 @@ def _compute_with_inplace_option(function: Function, args: Args, kwargs: Kwargs)
     if not given.pop("inplace", False):
         return _ALL(function, (), given)
     x = given["input"]
-    result = _ALL(function, (), {**given, "input": x.clone()})  # clone, as backward needs the original input
+    result = _ALL(function, (), {**given, "input": x.clone()})  # backward needs x, which is overwritten below
     return x.copy_(redistribute_if_needed(result, find_reachable_placements(x)))
 
 

@@ -62,7 +62,7 @@ def find_axes_that_stay_sharded(
         if not axes or dim in excluded_mesh_dims:
             continue
         axis = axes[0]
-        number = num_shards.get(axis, 1) * mesh.size(dim)  # earlier dims may shard it, too
+        number = num_shards.get(axis, 1) * mesh.size(dim)  # earlier mesh dims may also shard this axis
         size = tensors[0].shape[axis]
         has_last = size > -(-size // number) * (number - 1)
         is_uneven = axis in uneven_axes and axis not in num_shards and has_last

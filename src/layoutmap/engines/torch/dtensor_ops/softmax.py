@@ -41,7 +41,8 @@ def _subtract_maximum(
     x: torch.Tensor, axis: int, mesh: DeviceMesh, mesh_dims: Collection[int]
 ) -> torch.Tensor:
     """Return a shard minus the maximum along an axis over all devices."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))  # torch's kernels also convert to float32
+    # Torch's kernels also convert to float32, because 16-bit sums lose digits.
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     # The maximum cancels out of the softmax, so it needs no gradient.
     return x - find_maximum_over_devices(x.detach().amax(axis, keepdim=True), mesh, mesh_dims)
 

@@ -30,12 +30,13 @@ def copy_without_override_check(function: Function, **replaced_globals: Function
     scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replaced_globals}
     if (
         "overrides" in function.__code__.co_names
-    ):  # functions of `torch.nn.init` call the check as `overrides.<name>`
+    ):  # `torch.nn.init` calls the check as `torch.overrides.<name>`, so replace `torch`
         scope["torch"] = _TORCH
     made = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
-    made.__kwdefaults__ = function.__kwdefaults__  # FunctionType does not accept keyword defaults
+    # FunctionType does not accept keyword defaults, so set them here.
+    made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 

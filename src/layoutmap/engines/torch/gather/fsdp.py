@@ -89,7 +89,8 @@ class GatheredTensors:
 class _AllGatherFunction(TypedAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: GatheredTensors, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
-        # By default, torch passes zeros that are not DTensors as gradients of unused outputs, so turn that off.
+        # By default, torch would pass zeros that are not DTensors as the gradients of unused outputs. Pass None
+        # instead.
         ctx.set_materialize_grads(False)
         ctx.gather = gather
         sizes = [layout.local_size for layout in gather.layouts]

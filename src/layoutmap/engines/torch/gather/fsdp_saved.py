@@ -22,7 +22,7 @@ from layoutmap.engines.torch.storages import get_storage_key
 
 
 @contextmanager
-# If autograd saved the gathered weights, they would stay in memory, so it saves references to them (decisions/0017).
+# If autograd saved gathered weights, they would stay in memory, so make it save references (decisions/0017).
 def save_tensors_as_references(
     tensors: Sequence[DTensor], regather: Callable[[], Sequence[DTensor]]
 ) -> Generator[bool]:
@@ -52,7 +52,7 @@ def _make_gathered_weights(
 ) -> _GatheredWeights | None:
     """Return a `_GatheredWeights` of tensors, or None if autograd saves none or other saved-tensor hooks are active."""
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    # If other saved-tensor hooks are active, they get the tensors, so do nothing.
+    # Autograd passes saved tensors to one pair of hooks only, so if other hooks are active, do nothing.
     if not nodes or not torch.is_grad_enabled() or get_saved_tensor_hooks() is not None:
         return None
     weights = _GatheredWeights(tensors, regather)
@@ -128,7 +128,7 @@ def copy_without_autograd_node(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     if type(tensor) is DTensor and not (tensor.is_conj() or tensor.is_neg()):
-        # Do not call `detach`, because DTensor's dispatcher is slow.
+        # `detach` would call DTensor's dispatcher, which is slow, so wrap the local tensor directly.
         return make_dtensor(get_local(tensor), get_spec(tensor))
     return tensor.detach()
 

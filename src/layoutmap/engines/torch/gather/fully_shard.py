@@ -82,7 +82,7 @@ class GatherUnit(torch.nn.Module):
     ) -> None:
         super().__init__()
         offload: Any = options.get("offload_policy")
-        # The base class of policies has no `pin_memory`, and does not offload, so move nothing.
+        # A policy without `pin_memory` is the base class, which does not offload, so move nothing.
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _move_to_cpu(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
@@ -163,7 +163,8 @@ class GatherUnit(torch.nn.Module):
     @skip_function_modes
     def _begin_call(self, inputs: Sequence[torch.Tensor]) -> None:
         """Gather the parameters, and register the hooks that begin and end the backward pass of this unit."""
-        if get_backward_pass_id() >= 0:  # in a backward pass, so a checkpoint recomputes this call
+        # This is a backward pass, so an activation checkpoint recomputes the call.
+        if get_backward_pass_id() >= 0:
             if not self.state.is_in_backward:
                 self.state.gather_for_backward()
         else:
@@ -174,7 +175,7 @@ class GatherUnit(torch.nn.Module):
             self._record_call_order()
         self.state.gather_for_forward()
         if not self._storages:
-            # Read the storages once, because torch only resizes them, and does not replace them.
+            # torch only resizes the storages, and does not replace them, so read them once.
             self._storages = frozenset(
                 get_storage_key(get_local(each)) for each in self.state.gathered_parameters
             )
@@ -207,7 +208,8 @@ class GatherUnit(torch.nn.Module):
             self.order.following[before] = self
             this: Any = before
             this.set_modules_to_forward_prefetch([self])
-        self.order.prefetched.discard(self)  # this call uses it, so `_end_call` must not free it
+        # This call uses the unit's weights, so `_end_call` must not free them.
+        self.order.prefetched.discard(self)
         if self in self.order.following:
             self.order.prefetched.add(self.order.following[self])
 
@@ -218,7 +220,8 @@ class GatherUnit(torch.nn.Module):
         if self._is_kept and not torch.is_grad_enabled():
             self.state.free_gathered_parameters()
         if get_backward_pass_id() < 0 and not self.state.is_call_running:
-            for unit in self.order.prefetched:  # units that were prefetched, but not called
+            # No call has used these prefetched units, so free their weights.
+            for unit in self.order.prefetched:
                 unit.state.free_gathered_parameters()
             self.order.prefetched.clear()
             self.order.last = None
@@ -247,8 +250,8 @@ class GatherUnit(torch.nn.Module):
         """Return the gradient of a gathered parameter as a partial sum, because `fully_shard` reduces it later."""
         self.gather_for_backward()
         spec = get_spec(self.state.gathered_parameters[index])
-        # Autograd keeps a contiguous gradient. It would copy any other gradient into a replicated DTensor, which sums
-        # over processes, and then `fully_shard` would sum a second time.
+        # Autograd would copy a gradient that is not contiguous into a replicated DTensor, which sums over processes,
+        # and then `fully_shard` would sum a second time. So make the gradient contiguous.
         part = get_local(convert_to_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
         return make_dtensor(part, copy_spec_with_placement(spec, self._mesh_dim, Partial(), part.dtype))
 

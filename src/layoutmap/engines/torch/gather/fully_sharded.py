@@ -54,7 +54,7 @@ class FullyShardState:
         self._state: Any = fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
         self._group: Any = next(iter(self._state._fsdp_param_groups), None)
         if self._group is not None:
-            self._group.unshard_async_op = is_asynchronous  # if False, a CPU waits where a gather starts
+            self._group.unshard_async_op = is_asynchronous  # if False, a CPU is idle during each gather
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:

@@ -55,7 +55,8 @@ class GradientReducer:
         make_reference: Callable[[DTensor], Callable[[], torch.Tensor | None]] = weakref.ref,
     ) -> None:
         self._refer_to = make_reference
-        # Only autograd keeps a pass alive, until it ends or fails, so that a failed pass keeps no parameter in memory.
+        # A strong reference would keep the parameters of a failed pass in memory, so only autograd keeps a pass alive,
+        # until it ends or fails.
         self._passes: weakref.WeakValueDictionary[int, _BackwardPass] = weakref.WeakValueDictionary()
         self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
@@ -81,7 +82,7 @@ class GradientReducer:
                 is_placed = gradient.placements == parameter.placements
                 return gradient if is_placed else redistribute_tensor(gradient, parameter.placements)
             if parameter.grad is not None and _has_partial_placement(gradient):
-                # DTensor would all-reduce before it adds the gradient to the existing one, so set the gradient aside.
+                # DTensor would all-reduce the new gradient before it adds it to `grad`, so set `grad` aside.
                 self._get_current_backward_pass().set_gradient_aside(parameter)
             return None
 
@@ -147,7 +148,8 @@ class _BackwardPass:
 
     @skip_function_modes
     def __del__(self) -> None:
-        for parameter in self._waiting.values():  # the backward pass failed, so start no collective
+        # The backward pass failed, so other processes may not join a collective: drop the unreduced gradients.
+        for parameter in self._waiting.values():
             parameter.grad = None
         for parameter, earlier in self._earlier.values():
             parameter.grad = earlier
@@ -181,7 +183,7 @@ def _reduce_over_mesh_dim(parameters: list[DTensor], mesh_dim: int) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements[mesh_dim].is_partial():
-            # Do not concatenate uneven shards of simulated ranks, because their split sizes differ between ranks.
+            # The split sizes of an uneven shard differ between simulated ranks, so reduce such a gradient alone.
             is_alone = simulation.is_simulated() and not has_even_shards(get_spec(gradient))
             key = gradient.placements[mesh_dim], gradient.dtype, id(parameter) if is_alone else 0
             alike.setdefault(key, []).append(parameter)
@@ -214,7 +216,7 @@ def _reduce_concatenated_gradients(parameters: list[DTensor], mesh_dim: int, red
     parts = [joined] if len(pieces) == 1 else torch.split(joined, [each.numel() for each in pieces])
     for parameter, piece, part in zip(parameters, pieces, parts, strict=True):
         spec = get_spec(parameter.grad)
-        # Clone, because a DTensor with a storage offset cannot be copied.
+        # A DTensor with a storage offset cannot be copied, so clone the part.
         parameter.grad = make_dtensor(
             part.clone().view(piece.shape), copy_spec_with_placement(spec, mesh_dim, Replicate(), part.dtype)
         )

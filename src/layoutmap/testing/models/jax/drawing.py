@@ -41,13 +41,9 @@ class LibrarySyntax:
 
     layers: LayerKinds
     containers: Mapping[str, int]  # how often each kind of container is drawn
-    weight: tuple[
-        str, str
-    ]  # code that creates a weight of `shape`; code that reads a weight, for which `{}` stands
+    weight: tuple[str, str]  # code that creates a weight of `shape`, and code that reads the weight `{}`
     frozen: tuple[str, str]  # the same two pieces of code for a weight that is not trained
-    constants: Mapping[
-        str, int
-    ]  # from code that stores a constant, for which `{}` stands, to how often it is drawn
+    constants: Mapping[str, int]  # maps code that stores the constant `{}` to how often it is drawn
     linear: tuple[Parameters, str]  # parameters of a linear layer from `features` to `width`; its call
     embeddings: Sequence[tuple[Parameters, str, str]]  # parameters, call, and code of logits (empty: none)
     stacked: str  # code that stacks `number` modules, each of which the code `made` creates
@@ -63,7 +59,7 @@ class JaxBuilder(ModelBuilder):
         super().__init__(choices, choices.sample(self._kinds, 3))
         self.lines: list[ForwardLine] = []
         self._parameters: dict[str, str | Container] = {}
-        # Of the first embedding that can compute logits: the code of the logits, the vocabulary size, and the width.
+        # If an embedding can compute logits, this contains its code of the logits, its vocabulary size, and its width.
         self._embedding: tuple[str, int, int] | None = None
         self._num_keys = 0
         self.build_model(max_parts=5)
@@ -155,7 +151,7 @@ class JaxBuilder(ModelBuilder):
             items[key] = self._fill_braces_and_key(
                 weight, scale=scale, shape=(num_stacked, *item) if num_stacked else item
             )
-            is_frozen = False  # only the first weight of a layer may be frozen
+            is_frozen = False  # freeze at most the first weight of a layer, so that the others are trained
         owners = dict.fromkeys(items, accesses["h"])
         self._parameters[name], *others = items.values()
         if others or self.choices.draw_true_once_in(2):

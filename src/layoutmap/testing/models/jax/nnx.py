@@ -182,7 +182,7 @@ def _draw_norm_layer(choices: Choices, shape: Shape) -> LayerCode:
         f"GroupNorm({width}, {choices.pick(*find_common_divisors(width))}",
     )
     norm = choices.pick(*norms, *[f"InstanceNorm({width}"] * (len(shape) > 1))
-    # The variance of two features can be so small that the default epsilon would magnify rounding errors by 1000.
+    # With the default epsilon, the small variance of two features could magnify rounding errors by 1000.
     return "{h}({x})", f"nnx.{norm}, epsilon=1e-3, rngs=rngs)", shape
 
 

@@ -205,6 +205,6 @@ _LIBRARY = LibrarySyntax(
         "experts": "jax.vmap(lambda p, x: {call}, (0, None))({h}, {x})",
         "each": "jax.vmap(lambda p, x: {call}, (None, {axis}), 1)({h}, {x})",
     },
-    # These layers contain functions, and JAX cannot map over functions.
+    # The parameters of these layers contain functions, over which JAX cannot map, so no wrapper supports the layers.
     unsupported=dict.fromkeys(WRAPPERS, ("eqx.MLP", "eqx.MultiheadAttention")),
 )

@@ -156,8 +156,8 @@ _ANY, _SPATIAL = range(1, 5), range(2, 5)
 ATTENTION = ("MultiHeadAttention", "GroupQueryAttention")  # layers that are called with a query and a value
 RECURRENT = ("LSTM", "GRU", "SimpleRNN", "Bidirectional")
 KINDS: dict[str, tuple[Collection[int], int, DrawOptions]] = {
-    # By kind: (accepted ranks, frequency, function that draws options). `*` in a kind stands for the number of spatial
-    # axes.
+    # Each kind has its accepted ranks, its frequency, and a function that draws its options. `*` in a kind stands for
+    # the number of spatial axes.
     "Dense": (_ANY, 10, _draw_dense_options),
     "EinsumDense": (range(1, 4), 5, _draw_einsum_dense_options),
     "Scale": (_ANY, 2, lambda choices, shape: ({}, shape)),

@@ -223,7 +223,7 @@ L = keras.layers
         num_calls, written = Counter(call.layer for call in self.calls), set[str]()
         for call in self.calls:
             layer = self._make_layer_code(self._layers_by_name[call.layer])
-            # Create a layer that is called several times once, and assign it to a Python variable.
+            # A layer that is called several times must be created only once, so assign it to a Python variable.
             if num_calls[call.layer] > 1:
                 lines += [] if call.layer in written else [f"{call.layer} = {layer}"]
                 written.add(call.layer)

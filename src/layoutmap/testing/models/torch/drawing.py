@@ -97,7 +97,7 @@ def _with_random_checkpoints(model: Model, choices: Choices) -> Model:
     def with_random_checkpoint(part: Part) -> Part:
         if not part.can_be_checkpointed or not choices.draw_true_once_in(2):
             return part
-        # Tokens have no gradient, and without one a reentrant checkpoint computes no gradients of weights.
+        # A reentrant checkpoint computes no gradients of weights if its input has none, and tokens have none.
         is_reentrant = choices.pick(True, True, False) and "Embedding" not in part.module
         return replace(part, checkpoint=Checkpoint(choices.pick(*CHECKPOINT_SIDES), is_reentrant))
 

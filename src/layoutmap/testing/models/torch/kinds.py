@@ -78,7 +78,7 @@ _PLACEHOLDERS: dict[str, Callable[[Choices, Shape], Any]] = {
 }
 
 
-# Rules of output shapes. `drawn` has the values that were drawn for names in a line.
+# The next functions compute output shapes. `drawn` contains the values that were drawn for names in a line of source.
 
 
 def _keep_shape(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
