@@ -352,7 +352,7 @@ def test_a_wrong_value_is_found_before_anything_is_replaced(monkeypatch):
     """With `verify`, an array that arrives with one other element is an error, and the sampler is as it was."""
     trainer, sampler = draw_pair(3)
     sync = lm.plan_sync(trainer, sampler)
-    real = sync._get_movers_by_step
+    real = sync._get_steps_with_movers
 
     def get_movers(*args):
         def spoil(move):
@@ -362,7 +362,7 @@ def test_a_wrong_value_is_found_before_anything_is_replaced(monkeypatch):
 
         return [(numbers, spoil(move)) for numbers, move in real(*args)]
 
-    monkeypatch.setattr(sync, "_get_movers_by_step", get_movers)
+    monkeypatch.setattr(sync, "_get_steps_with_movers", get_movers)
     with pytest.raises(lm.CheckpointError, match="1 variable arrived with wrong values") as error:
         sync(verify=True)
 

@@ -319,7 +319,8 @@ def _parse_array_axes(text: str) -> ArrayAxes:
                 group.append(atom)
         else:
             raise ValueError(
-                f"{token!r} cannot be parsed in {text.strip()!r}: axes are names, names in parentheses, or parts as 1/3"
+                f"{token!r} cannot be parsed in {text.strip()!r}: an axis is a name, names in parentheses, "
+                "or a part such as 0/3, the first of three"
             )
     if group is not None:
         raise ValueError(f"a parenthesis is not closed in {text.strip()!r}")

@@ -142,12 +142,12 @@ class SavedModelValues:
         found: dict[str, str] = {}
         for variable in variables:
 
-            def get_score_bonus(path: str, shape: Sequence[int] = variable.shape) -> float:
+            def get_similarity_bonus(path: str, shape: Sequence[int] = variable.shape) -> float:
                 return (
                     _BONUS_OF_EQUAL_SHAPE if tuple(self.source.variables[path].shape) == tuple(shape) else 0
                 )
 
-            for name in near.find_nearest_candidates(variable.path, 1, get_score_bonus):
+            for name in near.find_nearest_candidates(variable.path, 1, get_similarity_bonus):
                 found[variable.path] = name
         return found
 

@@ -126,14 +126,14 @@ def _find_corrected_pattern(
     The corrected rule would determine a layout, and no other rule would become unused.
     """
 
-    def get_score_bonus(path: str) -> float | None:
+    def get_similarity_bonus(path: str) -> float | None:
         winner, shape, can_change = paths[path]
         fits = shape is None or len(shape) == rule.layout.rank or is_keras_rule(rule.pattern)
         if not fits or not can_change:
             return None
         return _BONUS_WITHOUT_RULE if winner is None else 0
 
-    near = candidates.find_nearest_candidates(rule.pattern, get_score_bonus=get_score_bonus)
+    near = candidates.find_nearest_candidates(rule.pattern, get_similarity_bonus=get_similarity_bonus)
     if not near:
         return [], ""
     nearest = near[0]

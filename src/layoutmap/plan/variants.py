@@ -38,7 +38,7 @@ class PresetArguments(NamedTuple):
     fsdp_dim: str | None
 
     def make_rules(self, mesh: Mesh) -> RuleSet:
-        """Return the rules of the preset for a mesh, with these arguments."""
+        """Return the rules that `LayoutMap.preset` makes from these fields for a mesh."""
         return RuleSet.preset(self.name, mesh, model_dim=self.model_dim, fsdp_dim=self.fsdp_dim)
 
 
@@ -150,7 +150,7 @@ class PlanVariant:
         return self.with_changed_rules(changed) if changed else None
 
 
-def make_plan_variant(plan: PlanTable) -> PlanVariant:
+def extract_variant_from_plan(plan: PlanTable) -> PlanVariant:
     """Return the `PlanVariant` of a plan without a step cost. It has only rules that determine a layout."""
     rules = RuleSet(plan.mesh, rest="replicated")
     for rule_set, matches in (

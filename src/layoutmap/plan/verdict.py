@@ -19,7 +19,12 @@ from layoutmap.plan.completeness import NOT_BUILT, find_unbuilt_layers_problem
 from layoutmap.plan.memory import count_memory_by_purpose
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.variants import PlanVariant, call_or_none, format_variant_change, make_plan_variant
+from layoutmap.plan.variants import (
+    PlanVariant,
+    call_or_none,
+    extract_variant_from_plan,
+    format_variant_change,
+)
 
 _MAX_ADVICE = 6
 _MAX_MEMORY_GROUPS = 10
@@ -233,7 +238,7 @@ def _make_advice_for_plan_without_cost(
 ) -> tuple[Advice, ...]:
     """Return advice for a plan without a step cost, by the bytes of variables and gradients in variants of the plan."""
     counts = _count_similar_variables(plan)
-    before = make_plan_variant(plan)
+    before = extract_variant_from_plan(plan)
 
     def count_device_bytes(variant: PlanVariant) -> int:
         variables = [

@@ -49,7 +49,10 @@ class NearMissSearch:
             forms.setdefault(form, {})[candidate] = numbers
 
     def find_nearest_candidates(
-        self, text: str, count: int = 3, get_score_bonus: Callable[[str], float | None] = lambda candidate: 0
+        self,
+        text: str,
+        count: int = 3,
+        get_similarity_bonus: Callable[[str], float | None] = lambda candidate: 0,
     ) -> list[str]:
         """Return at most `count` candidates that are similar to a path or pattern, the most similar first.
 
@@ -59,8 +62,8 @@ class NearMissSearch:
         Args:
             text: The path or pattern.
             count: The maximum number.
-            get_score_bonus: Returns what to add to the similarity of a candidate, which is at most 1.1, or `None` to
-                leave it out.
+            get_similarity_bonus: Returns what to add to the similarity of a candidate, which is at most 1.1. `None`
+                leaves the candidate out.
         """
         form, numbers = _separate_words_and_numbers(text)
         found: list[tuple[float, str]] = []
@@ -69,7 +72,7 @@ class NearMissSearch:
             for other, candidates in self._by_skeleton[skeleton].items():
                 pairs = self._align_numbers(form, other)
                 for candidate, values in candidates.items():
-                    if (bonus := get_score_bonus(candidate)) is not None:
+                    if (bonus := get_similarity_bonus(candidate)) is not None:
                         differences = sum(
                             not _are_matching_numbers(numbers[n], values[m]) for m, n in pairs.items()
                         )

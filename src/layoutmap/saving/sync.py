@@ -97,7 +97,7 @@ class Sync:
             record_tree_array_versions(
                 self._identity, (old[row.variable.path] for row in self.plan.rows), self.version
             )
-        for indices, move in self._get_movers_by_step(donate, arrays, old):
+        for indices, move in self._get_steps_with_movers(donate, arrays, old):
             paths = [self.plan.rows[n].variable.path for n in indices]
 
             def make_new_arrays(indices: Sequence[int] = indices, move: Mover = move) -> list[Array]:
@@ -128,7 +128,7 @@ class Sync:
     def _repr_html_(self) -> str:
         return self.plan._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
-    def _get_movers_by_step(
+    def _get_steps_with_movers(
         self, donate: bool, arrays: Sequence[Array], old_arrays: Mapping[str, Array]
     ) -> list[tuple[Sequence[int], Mover]]:
         """Return, for each step of a sync, indices of the plan's rows and a function that makes their new arrays."""

@@ -36,7 +36,7 @@ from layoutmap.engines.tensorflow.selfcheck import FAULTS
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a framework, as two programs on simulated CPU devices. Each prints 1 if its result is correct."""
+    """A fault of a framework, and two programs that show it. Each program prints 1 if its result is correct."""
 
     title: str
     uncorrected: str  # code of a program without layoutmap's corrections

@@ -60,7 +60,7 @@ def make_launcher_environments(count: int) -> list[dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class Subject:
+class LawSubject:
     """A model library on an engine, or an engine alone, that laws test."""
 
     title: str  # title in reports
@@ -91,23 +91,23 @@ class Subject:
 
 # Most faults depend on features of one library, so each library has its own random models (decisions/0140).
 SUBJECTS = {
-    "keras-jax": Subject("Keras 3 on JAX", "keras", "jax"),
-    "keras-jax-processes": Subject("Keras 3 on JAX in two processes", "keras", "jax", num_processes=2),
-    "keras-torch": Subject("Keras 3 on PyTorch", "keras", "torch"),
-    "keras-torch-processes": Subject(
+    "keras-jax": LawSubject("Keras 3 on JAX", "keras", "jax"),
+    "keras-jax-processes": LawSubject("Keras 3 on JAX in two processes", "keras", "jax", num_processes=2),
+    "keras-torch": LawSubject("Keras 3 on PyTorch", "keras", "torch"),
+    "keras-torch-processes": LawSubject(
         "Keras 3 on PyTorch in two processes", "keras", "torch", num_processes=2
     ),
-    "keras-tensorflow": Subject("Keras 3 on TensorFlow", "keras", "tensorflow"),
-    "keras-tensorflow-processes": Subject(
+    "keras-tensorflow": LawSubject("Keras 3 on TensorFlow", "keras", "tensorflow"),
+    "keras-tensorflow-processes": LawSubject(
         "Keras 3 on TensorFlow in two processes", "keras", "tensorflow", num_processes=2
     ),
-    "torch": Subject("torch.nn", "torch", "torch"),
-    "torch-processes": Subject("torch.nn in two processes", "torch", "torch", num_processes=2),
-    "torch-4-processes": Subject("torch.nn in four processes", "torch", "torch", num_processes=4),
-    "nnx": Subject("flax.nnx", "nnx", "jax"),
-    "nnx-processes": Subject("flax.nnx in two processes", "nnx", "jax", num_processes=2),
-    "pytree": Subject("pytrees of JAX", "pytree", "jax"),
-    "pytree-processes": Subject("pytrees of JAX in two processes", "pytree", "jax", num_processes=2),
+    "torch": LawSubject("torch.nn", "torch", "torch"),
+    "torch-processes": LawSubject("torch.nn in two processes", "torch", "torch", num_processes=2),
+    "torch-4-processes": LawSubject("torch.nn in four processes", "torch", "torch", num_processes=4),
+    "nnx": LawSubject("flax.nnx", "nnx", "jax"),
+    "nnx-processes": LawSubject("flax.nnx in two processes", "nnx", "jax", num_processes=2),
+    "pytree": LawSubject("pytrees of JAX", "pytree", "jax"),
+    "pytree-processes": LawSubject("pytrees of JAX in two processes", "pytree", "jax", num_processes=2),
 }
 """All subjects with models, by the name in commands."""
 
@@ -119,13 +119,13 @@ PADDED = {
 _TITLES = {"jax": "JAX", "torch": "PyTorch", "tensorflow": "TensorFlow"}
 _KINDS = {"speeds": "speeds of", "arrays": "arrays of", "saves": "killed saves on", "faults": "faults of"}
 WITHOUT_MODELS = {
-    f"{kind}-{name}": Subject(f"{words} {title}", "", name)
+    f"{kind}-{name}": LawSubject(f"{words} {title}", "", name)
     for kind, words in _KINDS.items()
     for name, title in _TITLES.items()
 }
 """Subjects without models: speeds, arrays, killed saves, and known faults."""
 
 
-def get_subject(name: str) -> Subject:
+def get_subject(name: str) -> LawSubject:
     """Return an entry of `SUBJECTS`, `PADDED`, or `WITHOUT_MODELS`."""
     return (SUBJECTS | PADDED | WITHOUT_MODELS)[name]

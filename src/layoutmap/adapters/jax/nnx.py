@@ -72,11 +72,13 @@ def split_module(model: nnx.Module) -> SplitModel:
         return nnx.merge(graph, parts.rebuild_model(arrays))
 
     layers = [path for same, _ in _iterate_callable_modules(modules, shared) for path in same]
-    keys = [*_iterate_attribute_order_keys(model, paths)]
+    keys = [*_iterate_sort_keys_by_attribute_order(model, paths)]
     return SplitModel(parts.leaves, rebuild_model, layers, sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def _iterate_attribute_order_keys(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
+def _iterate_sort_keys_by_attribute_order(
+    model: nnx.Module, paths: Iterable[Sequence[str]]
+) -> Iterator[list[int]]:
     """Yield a sort key for each path, which sorts the paths in the order in which attributes were assigned.
 
     The key has a number for each part of the path: the position of the part among the members of its module.

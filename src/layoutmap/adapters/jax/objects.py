@@ -17,7 +17,7 @@ import jax
 
 from layoutmap.adapters.jax.nnx_types import is_nnx_variable
 from layoutmap.adapters.jax.outputs import ArgumentLeaf
-from layoutmap.adapters.jax.private import find_value_descriptor
+from layoutmap.adapters.jax.private import find_common_value_slot
 from layoutmap.adapters.jax.pytrees import format_pytree_key
 from layoutmap.core.errors import ScopeError, join_names
 
@@ -49,7 +49,7 @@ class NnxArguments:
         self._holders = [holder for _, holder in holders]
         self._keys = [tuple(map(format_pytree_key, path)) for path, _ in holders]
         self._attributes = find_array_attributes(tuple(nodes))
-        self._slot = find_value_descriptor(self._holders)
+        self._slot = find_common_value_slot(self._holders)
         self._values_tree = jax.tree.structure(self._read_variable_values())
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
         self._owners = [path[0].key for path in paths]

@@ -78,7 +78,7 @@ def get_parameter_tree(params: object, wrt: Any = None) -> object:
 
 
 def describe_weights(params: object) -> tuple[dict[PathParts, VariableSpec], dict[tuple[str, str], Layout]]:
-    """Return two dicts: from path parts to parameters' descriptions, and from `key` to layouts of sharded parameters.
+    """Return two dicts: parameters' descriptions by path parts, and sharded parameters' layouts by `VariableSpec.key`.
 
     Args:
         params: A pytree of arrays, or of objects with `shape` and `dtype`.

@@ -48,18 +48,18 @@ def shorten_error_messages() -> AbstractContextManager[None]:
     return _PATCHES.activate()
 
 
-def has_value_descriptor(variable: Any) -> bool:
+def has_value_slot(variable: Any) -> bool:
     """Return whether a flax.nnx Variable stores its value in an entry of `__slots__` that can be assigned."""
     slots = {name for base in type(variable).__mro__ for name in getattr(base, "__slots__", ())}
     return "_raw_value" in slots and not variable.hijax
 
 
-def find_value_descriptor(variables: Sequence[object]) -> Any:
+def find_common_value_slot(variables: Sequence[object]) -> Any:
     """Return the descriptor that reads and assigns the value of each of these Variables, or None if one has none.
 
     The descriptor is that of an entry of `__slots__`.
     """
-    if not variables or not all(map(has_value_descriptor, variables)):
+    if not variables or not all(map(has_value_slot, variables)):
         return None
     return next(vars(base)["_raw_value"] for base in type(variables[0]).__mro__ if "_raw_value" in vars(base))
 

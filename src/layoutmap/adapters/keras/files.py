@@ -80,24 +80,23 @@ class FileStore:
         dataset = find_h5_dataset(self._store, key, self._opened)
         dtype = None if dataset is None else _read_dataset_dtype(dataset)
         if dtype is None:
-            return self._store_after_loading_arrays[key]
+            return self._load_arrays_and_return_store()[key]
         array = FileArray(dataset, dtype)
         self._given.append(weakref.ref(array))
         return array
 
     def __contains__(self, key: str) -> bool:
-        return key in self._store_after_loading_arrays
+        return key in self._load_arrays_and_return_store()
 
     def __len__(self) -> int:
-        return len(self._store_after_loading_arrays)
+        return len(self._load_arrays_and_return_store())
 
     def keys(self) -> Any:
         """Return the names of the arrays."""
-        return self._store_after_loading_arrays.keys()
+        return self._load_arrays_and_return_store().keys()
 
-    @property
-    def _store_after_loading_arrays(self) -> Any:
-        """Keras's own store. It may close its file, so arrays that are still referenced are read first."""
+    def _load_arrays_and_return_store(self) -> Any:
+        """Read the arrays that are still referenced, and return Keras's store, which may then close its file."""
         self.load_referenced_arrays()
         return self._store
 

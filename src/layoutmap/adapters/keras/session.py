@@ -424,7 +424,8 @@ class Session(KerasSession):
         found = self._path_lookup.describe_variable(variable, layer) if layer is not None else None
         if found is not None:
             return found
-        # Slots, metrics, and seeds are rarely read early, so describe all variables only when needed.
+        # Only slots, metrics, and seeds have no known layer, and they are rarely read before the plan exists. So
+        # describe all variables, which is slow, only now.
         if not self._specs.is_current():
             self._specs.store_entries({id(e.variable): e.spec for e in describe_variables(self.registry)})
         spec = self._specs.get_entry(variable)

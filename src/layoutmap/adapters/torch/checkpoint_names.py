@@ -113,8 +113,8 @@ class _ContiguousViewMode(TorchDispatchMode):
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **kwargs or {})
 
 
-# A view only moves values, so its strides tell exactly which part of a tensor it is. A name table made from strides
-# serves loads and saves, also of single blocks (decisions/0245).
+# transformers makes each tensor of a checkpoint as a view of a variable, so the view's strides tell which part of the
+# variable it is. A name table of such parts serves loads and saves, also of single blocks (decisions/0245).
 def _format_axes_of_view(part: torch.Tensor, whole: torch.Tensor) -> str | None:
     """Return how the axes of a view relate to those of a contiguous tensor, as text, or `None` if they do not.
 

@@ -188,11 +188,10 @@ class _CompiledGraphs:
 
     def _report_uncompilable_call(self, call: _ModuleCall) -> None:
         """Warn that a call cannot be compiled, or raise if the compiler is strict."""
-        self._why_not = call.why_not
         subject, advice = f"{call.name} cannot be compiled", "compile modules inside of it"
         if self._is_strict:
-            self._why_not = ""  # forget the reason, so that each later call raises, too
             raise ScopeError(subject, why=call.why_not, fix=f"{advice}, or leave fullgraph=True out")
+        self._why_not = call.why_not  # later calls run eagerly
         text = format_message(
             f"{subject}, and runs eagerly", {}, call.why_not, f"{advice}, or do not compile it"
         )
@@ -205,11 +204,15 @@ def _attach_zero_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     positions = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
     if len(positions) < 2 or not torch.is_grad_enabled():
         return tensors
-    zeroed = dict(zip(positions, _ZeroGradientFunction.apply(*(tensors[n] for n in positions)), strict=True))
+    zeroed = dict(
+        zip(positions, _FillMissingGradientsFunction.apply(*(tensors[n] for n in positions)), strict=True)
+    )
     return [zeroed.get(n, each) for n, each in enumerate(tensors)]
 
 
-class _ZeroGradientFunction(TypedAutogradFunction):
+class _FillMissingGradientsFunction(TypedAutogradFunction):
+    """Return tensors unchanged. In the backward pass, replace missing gradients by zeros."""
+
     @staticmethod
     def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)  # otherwise torch creates zeros that are not DTensors

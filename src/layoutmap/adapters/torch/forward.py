@@ -110,7 +110,9 @@ class ShardedForward:
         """
         compiler = make_compiler_from_options(options)
         for each in self._list_gathering_forwards() or [self]:
-            each.compiled = CompiledModule(each, compiler, self._graphs, each.make_merged_weight_group())
+            each.compiled = CompiledModule(
+                each, compiler, self._graphs, each.merge_weight_groups_of_submodules()
+            )
 
     def _list_gathering_forwards(self) -> list[ShardedForward]:
         """Return the outermost `ShardedForward`s, of this module or inside it, that have `frees_weights_after_call`."""
@@ -127,7 +129,7 @@ class ShardedForward:
         """Whether a call of the model gathers this module's weights when it reaches the module, and then frees them."""
         return self.group is not None and self.group.gathers_in_each_call and not self.group.is_outermost
 
-    def make_merged_weight_group(self) -> WeightGroup | None:
+    def merge_weight_groups_of_submodules(self) -> WeightGroup | None:
         """Return one group of weights for this module and its submodules, or None if submodules have no groups."""
         forwards = [each for each in self.list_forwards() if each is self or each.frees_weights_after_call]
         weight_groups = [each.group for each in forwards if each.group is not None]
@@ -153,7 +155,9 @@ class ShardedForward:
             if outer.is_strict and blocks not in ([], [self]):
                 blocks = [self]
             for each in blocks or [self]:
-                compiled[each] = CompiledModule(each, outer, self._graphs, each.make_merged_weight_group())
+                compiled[each] = CompiledModule(
+                    each, outer, self._graphs, each.merge_weight_groups_of_submodules()
+                )
             self._compiled_by_caller[key] = compiled
         return self._compiled_by_caller[key]
 

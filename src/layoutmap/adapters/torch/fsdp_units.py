@@ -159,7 +159,7 @@ def plan_weight_groups(
 def _format_gathering_note(
     gathered_by: str, context: ScopeContext, paths: Sequence[str], reason: str = ""
 ) -> str:
-    """Return the plan's note that `gathered_by`, such as layoutmap, gathers weights, with the reason, if any."""
+    """Return the note of a plan that `gathered_by` gathers these weights, and the reason for it."""
     groups: dict[object, list[str]] = {}
     for path in paths:
         groups.setdefault(split_path_at_numbers(path), []).append(path)

@@ -122,11 +122,11 @@ def save_model_in_parallel(
         offsets = [_TensorFilePosition(*each) for each in received_plan]
         call_and_share_errors(lambda: _write_shards(hidden, offsets, tensors, layouts), gather, "save")
 
-        def publish_files() -> None:
+        def move_files_to_target() -> None:
             _move_files(hidden, target)
             end.close()  # close, and so delete the temporary folder, before any process returns
 
-        call_and_share_errors(lambda: publish_files() if is_first_process else None, gather, "save")
+        call_and_share_errors(lambda: move_files_to_target() if is_first_process else None, gather, "save")
         return True
 
 

@@ -103,9 +103,15 @@ def _iterate_hdf5_datasets(
         found = group[name]
         address = h5py.h5o.get_info(found.id).addr
         # Two hard links to each of 40 nested groups would give 2^40 paths, so each object is read once.
-        if address in seen_addresses or path.count("/") > _MAX_DEPTH:
+        if address in seen_addresses:
             raise _make_keras_error(
-                file, f"{path[:200]}: it has two paths or too many levels", "Keras writes no such objects"
+                file, f"{path}: it has another path, too", "Keras writes each object once"
+            )
+        if path.count("/") > _MAX_DEPTH:
+            raise _make_keras_error(
+                file,
+                f"{path[:200]}: it is below more than {_MAX_DEPTH} groups",
+                "Keras writes no such groups",
             )
         seen_addresses.add(address)
         if isinstance(found, h5py.Group):

@@ -79,7 +79,7 @@ def _has_users_of_patches() -> bool:
 
 
 def _is_running_layoutmap(frame: types.FrameType | None) -> bool:
-    """Return whether a frame or one of its callers is code of layoutmap that may use torch."""
+    """Return whether a frame or one of its callers is code in a package of layoutmap that needs the patches."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_PATCHED_PACKAGES) and name != __name__:

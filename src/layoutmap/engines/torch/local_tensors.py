@@ -169,7 +169,7 @@ def make_simulation_patches(
         ),
         AttributePatch(local_tensors, "_for_each_rank_run_func", make_rank_loop),
         AttributePatch(local_tensors, "_compute_local_tensor_meta", make_common_meta_reader),
-        AttributePatch(LocalTensor, "__torch_dispatch__", _make_direct_dispatch),
+        AttributePatch(LocalTensor, "__torch_dispatch__", _make_dispatch_without_simulation_mode),
         AttributePatch(DTensor, "__reduce_ex__", make_reduce_ex),
     )
 
@@ -184,7 +184,7 @@ def _wrap_mesh_method(simulated: Function, original: Function) -> Function:
     return call_simulated_or_original
 
 
-def _make_direct_dispatch(dispatch: Any) -> object:
+def _make_dispatch_without_simulation_mode(dispatch: Any) -> object:
     """Return a `__torch_dispatch__` that runs most operators without entering a simulation, which would be slower."""
 
     def dispatch_operator_directly(

@@ -115,7 +115,7 @@ class _PatternMaker:
         forms: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for a in group:
             forms[split_path_at_numbers(a.variable.path)].append(a.variable.path)
-        # The pattern of whole paths matches only paths with the same words, so only these are checked for unwanted
+        # A pattern differs from its paths only in numbers, so check only paths with the same words for unwanted
         # matches.
         return merge_patterns(
             find_whole_path_pattern_parts(paths, paths, self._paths[form] - {*paths})

@@ -38,7 +38,7 @@ def _find_sums_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
         return
     for w in linted.kernels:
         axes = [axis for axis in w.list_axes("in") if {*w.list_dims(axis)} & {*linted.batch_dims}]
-        # The plan itself reports weights that are also sharded over another dim (problem "no activations").
+        # If the weight is also sharded over another dim, the plan reports it ("no activations"), so skip it here.
         if not axes or any({*w.list_dims(axis)} - {*linted.batch_dims} for axis in range(len(w.shape))):
             continue
         axis = axes[0]

@@ -224,7 +224,9 @@ class _GradientPlacements:
 
     def __init__(self, placements: Sequence[Placement], requested: Sequence[Placement] | None = None) -> None:
         self._placements, self._requested = tuple(placements), None if requested is None else tuple(requested)
-        self.summed = set[int]()  # mesh dims over which devices use different parts of the tensor
+        self.summed = set[
+            int
+        ]()  # mesh dims over which gradients are summed, because devices use different parts
 
     def find_gradient_placements(self) -> tuple[Placement, ...]:
         """Return the placements of the gradient that `to_local` gets. They may change until the forward pass ends."""

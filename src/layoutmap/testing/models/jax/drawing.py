@@ -138,7 +138,7 @@ class JaxBuilder(ModelBuilder):
         if isinstance(parameters, str):
             made = _fill_braces(parameters, {"key": "k"}) if num_stacked else parameters
             module = self._library.stacked if num_stacked else made
-            self._parameters[name] = self._fill_braces_and_key(module, made=made, number=num_stacked)
+            self._parameters[name] = self._fill_braces_and_random_key(module, made=made, number=num_stacked)
             return accesses
         items, is_frozen = dict[str, str | Container](), self.choices.draw_true_once_in(10)
         for key, item in parameters.items():
@@ -148,7 +148,7 @@ class JaxBuilder(ModelBuilder):
                 items[key] = self.choices.pick_weighted(self._library.constants).replace("{}", constant)
                 continue
             scale = f"{math.prod(item[:-1]) ** -0.5 if len(item) > 1 else 0.3:.2g}"
-            items[key] = self._fill_braces_and_key(
+            items[key] = self._fill_braces_and_random_key(
                 weight, scale=scale, shape=(num_stacked, *item) if num_stacked else item
             )
             is_frozen = False  # freeze at most the first weight of a layer, so that the others are trained
@@ -159,7 +159,7 @@ class JaxBuilder(ModelBuilder):
             owners = container.make_access_expressions(accesses["h"])
         return accesses | {key: accesses[key].replace("{}", owner) for key, owner in owners.items()}
 
-    def _fill_braces_and_key(self, expression: str, **values: object) -> str:
+    def _fill_braces_and_random_key(self, expression: str, **values: object) -> str:
         """Return an expression with `values` in place of the names in braces, and a new random key for `{key}`."""
         self._num_keys += 1
         expression = _fill_braces(expression, {name: str(value) for name, value in values.items()})
