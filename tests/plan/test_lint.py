@@ -285,6 +285,58 @@ def test_only_a_weight_with_rows_is_called_a_table():
     )
 
 
+PAIRS = {
+    "as meant": ({}, set()),
+    "swapped rows": ({r"dense_(1|4)\.kernel": (None, "model")}, {"dense_1", "dense_4"}),
+    "swapped columns": ({r"(dense|dense_3)\.kernel": ("model", None)}, {"dense", "dense_3"}),
+    "one swapped": ({r"dense_4\.kernel": (None, "model")}, {"dense_4"}),
+    "no rows": ({r"dense_(1|4)\.kernel": (None, None)}, {"dense_1", "dense_4"}),
+    "one without columns": ({r"dense\.kernel": (None, None)}, {"dense"}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_pairs_of_a_model_without_blocks_are_found(name, is_gated):
+    """Two wide layers of one size with a narrow one after each, between layers of other sizes."""
+    slip, expected = PAIRS[name]
+    variables = [*make_dense("dense_9", (24, HIDDEN))]
+    for first, gate, second in (("dense", "dense_6", "dense_1"), ("dense_3", "dense_7", "dense_4")):
+        for each in (first, gate) if is_gated else (first,):
+            variables += make_dense(each, (HIDDEN, WIDE))
+        variables += make_dense(second, (WIDE, HIDDEN))
+    columns, rows = r"(dense|dense_[367])\.", r"dense_(1|4)\."
+    good = {
+        columns + "kernel": (None, "model"),
+        columns + "bias": ("model",),
+        rows + "kernel": ("model", None),
+    }
+    rules = slip | {pattern: specs for pattern, specs in good.items() if pattern not in slip}
+    plan = make_plan(
+        [*variables, *make_dense("head", (HIDDEN, 10))],
+        LayoutMap(Mesh(None, f"data={DATA},model={MODEL}"), rules, rest="replicated"),
+    )
+
+    assert () == plan.errors
+    assert expected == {subject.partition(".")[0] for _, subject in found_all(plan)}
+
+
+TAKERS_OF_ANOTHER_ORDER = {
+    "two branches": [(8, 32), (8, 32), (32, 8), (32, 8)],
+    "narrow first": [(32, 8), (8, 32), (32, 8), (8, 32)],
+    "two heads": [(8, 32), (32, 4), (32, 12), (16, 32), (32, 8)],
+}
+
+
+@pytest.mark.parametrize("name", TAKERS_OF_ANOTHER_ORDER)
+def test_layers_in_an_unclear_order_are_in_no_pair(name):
+    """Any layout of them is passed, since the shapes do not show which kernel takes which outputs."""
+    shapes = TAKERS_OF_ANOTHER_ORDER[name]
+    variables = [weight(f"{'abcde'[n]}.kernel", shape, "in.0", "out.0") for n, shape in enumerate(shapes)]
+
+    assert [] == found(plan_of({r".*": (None, "model")}, variables))
+
+
 QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}
 
 

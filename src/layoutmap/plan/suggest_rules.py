@@ -17,7 +17,7 @@ from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
 from layoutmap.plan.lint.suggest import LayoutSuggestions
-from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output
+from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output, make_sibling_key
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules import presets
@@ -223,10 +223,12 @@ class _ReasonMaker:
 
     def _explain_kernel_sharding(self, w: Weight, role: str, over: str) -> str:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
-        names = ", ".join(dict.fromkeys(other.layer_name for other in others))
+        siblings = self._linted.siblings[make_sibling_key(w.assignment)]
+        # One reason is for all siblings, and those of one block have different neighbors, so it names none.
+        is_repeated_in_block = sum(each.block == w.block for each in siblings) > 1
+        names = "" if is_repeated_in_block else ", ".join(dict.fromkeys(other.layer_name for other in others))
         previous = self._previous_kernels.get(id(w))
-        # The layers of a chain differ in numbers, and one reason is for all of them, so name no layer.
-        if role == "out" and not names and id(w) in self._kernels_before_row_kernels:
+        if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
         if (
             role == "in"
