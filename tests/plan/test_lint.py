@@ -252,8 +252,14 @@ COLUMN, ROW = (
             "down.bias",
             "change rule 1 to (None,)",
         ),
+        (
+            without(r".*up\.bias"),
+            "replicated partner",
+            "up.bias",
+            "add a rule: layout_map[r\"blocks\\.\\d+\\.up\\.bias$\"] = ('model',)",
+        ),
     ],
-    ids=["typo", "swapped", "no rule", "swapped alone", "no row", "bias", "bias of a row"],
+    ids=["typo", "swapped", "no rule", "swapped alone", "no row", "bias", "bias of a row", "no bias"],
 )
 def test_the_odd_one_is_reported_and_not_the_weights_that_agree(rules, kind, subject, change):
     """Unmatched variables are replicated on purpose, so that the plan itself reports nothing."""
@@ -266,6 +272,33 @@ def test_the_odd_one_is_reported_and_not_the_weights_that_agree(rules, kind, sub
         for p in plan.lint()
         if p not in plan.problems
     }
+
+
+def test_replicated_biases_are_passed_if_all_are_or_a_rule_says_so():
+    """They take little memory, so only one among sharded biases is a mistake."""
+    mesh = Mesh(None, f"data={DATA},model={MODEL}")
+    for rules in (
+        {pattern: specs for pattern, specs in GOOD.items() if "bias" not in pattern},
+        but({r".*up\.bias": (None,)}),
+    ):
+        assert [] == found_all(make_plan(decoder(), LayoutMap(mesh, rules, rest="replicated")))
+
+
+def test_a_bias_that_is_sharded_as_its_kernel_is_no_odd_one_out():
+    """One of the layers takes sharded inputs, so its bias is replicated, and another one is of unknown use."""
+    sizes = [(16, 32), (24, 32), (48, 32), (16, 32)]
+    variables = [w for n, pair in enumerate(sizes) for w in make_dense(f"l{n}", pair)]
+    variables += [weight("l4.kernel", (3, 24, 32)), weight("l4.bias", (32,))]
+    rules = {
+        r"l4\.kernel": (None, "model", None),
+        r"l4\.bias": (None,),
+        r"l2\.kernel": ("model", None),
+        r"l2\.bias": (None,),
+        r".*kernel": (None, "model"),
+        r".*": ("model",),
+    }
+
+    assert [] == found(plan_of(rules, variables))
 
 
 def found_all(plan):

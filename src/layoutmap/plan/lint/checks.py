@@ -219,6 +219,36 @@ def find_replicated_neighbor_kernels(linted: LintedPlan, reported: Collection[in
             )
 
 
+def find_replicated_biases(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
+    """Yield a finding for each bias that no rule matches, if its kernel's outputs are sharded, and so are other biases.
+
+    A replicated bias costs little, so rules that shard no bias are no mistake.
+
+    Args:
+        linted: The plan.
+        reported: Ids of the assignments that other findings change.
+    """
+    pairs = [(w, kernel) for w in linted.weights if (kernel := linted.find_kernel_of_bias(w))]
+    layouts = {id(w): make_bias_layout(w, kernel) for w, kernel in pairs}
+    if not any(layouts[id(w)] == w.layout for w, _ in pairs):
+        return
+    for w, kernel in pairs:
+        layout, match = layouts[id(w)], w.assignment.match
+        dims = {dim for axis in kernel.list_axes("out") for dim in kernel.list_dims(axis)}
+        is_expected = layout is None or not w.layout.is_fully_replicated() or dims & {*linted.batch_dims}
+        if is_expected or not match or not match.has_rest_layout or id(kernel.assignment) in reported:
+            continue
+        yield _make_weight_finding(
+            "replicated partner",
+            w,
+            f"it is replicated, and the outputs of {kernel.name} are sharded over {_join_dims(sorted(dims))}",
+            {kernel.name: f"{kernel.shape}  {kernel.layout_text}"},
+            "each device holds all of it, and adds only its part; other biases are sharded as their kernels are",
+            "shard it as its kernel's outputs are",
+            layout,
+        )
+
+
 def _find_attention_mismatches(linted: LintedPlan) -> Iterator[Finding]:
     """Yield a finding for each block with query, key, and value kernels that are sharded differently."""
     for block in linted.blocks:
@@ -340,10 +370,9 @@ def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) ->
         reported: Ids of the assignments that other findings change.
     """
     suggestions = LayoutSuggestions(linted)
-    kernels = {(w.assignment.variable.model, w.layer): w for w in linted.kernels}
     for w in linted.weights:
-        kernel = kernels.get((w.assignment.variable.model, w.layer))
-        if kernel is None or w.list_axes("in") or not w.list_axes("out"):
+        kernel = linted.find_kernel_of_bias(w)
+        if kernel is None:
             continue
         axes = {kernel.use.roles[axis]: axis for axis in kernel.list_axes("out")}
         for axis in w.list_axes("out"):

@@ -89,7 +89,7 @@ class LayoutSuggestions:
 
     def _suggest_bias_layout(self, w: Weight) -> Layout | None:
         """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated."""
-        kernel = self._kernels_by_layer.get((w.assignment.variable.model, w.layer))
+        kernel = self._linted.find_kernel_of_bias(w)
         if kernel is None:
             return None
         advised = self._changed_layouts_by_id.get(id(kernel.assignment), kernel.layout)
@@ -163,10 +163,6 @@ class LayoutSuggestions:
     @cached_property
     def _weights_by_id(self) -> Mapping[int, Weight]:
         return {id(w.assignment): w for w in self._linted.weights}
-
-    @cached_property
-    def _kernels_by_layer(self) -> Mapping[tuple[str, str], Weight]:
-        return {(w.assignment.variable.model, w.layer): w for w in self._linted.kernels}
 
     @cached_property
     def _sibling_layouts(self) -> Mapping[object, Layout]:

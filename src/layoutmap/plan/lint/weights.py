@@ -177,6 +177,16 @@ class LintedPlan:
         return _group_second_weights_by_first(self.kernel_pairs)
 
     @cached_property
+    def kernels_by_layer(self) -> Mapping[tuple[str, str], Weight]:
+        """A dict from the model and path of a layer to its kernel, the last one of several."""
+        return {(w.assignment.variable.model, w.layer): w for w in self.kernels}
+
+    def find_kernel_of_bias(self, w: Weight) -> Weight | None:
+        """Return the kernel of the layer of a bias, or None if the layer has none or the weight is no bias."""
+        is_bias = w.list_axes("out") and not w.list_axes("in")
+        return self.kernels_by_layer.get((w.assignment.variable.model, w.layer)) if is_bias else None
+
+    @cached_property
     def biases(self) -> Mapping[tuple[str, str], Sequence[Weight]]:
         """A dict from the model and path of a layer to its weights with output axes but no summed axis."""
         found: dict[tuple[str, str], list[Weight]] = defaultdict(list)
