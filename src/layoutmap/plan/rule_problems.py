@@ -97,18 +97,12 @@ def find_unused_rule_problems(
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
             continue
         fitting, corrected = _find_correction(rule, candidate_paths, paths, num_wins)
-        # A corrected word keeps the rest of the pattern, so prefer it if the other correction leaves out alternatives.
-        gained, pattern = max(
-            (
-                (_list_gained_paths(rule, pattern, {path: paths[path] for path in near}, num_wins), pattern)
-                for _, pattern, near in words.iterate_corrections(rule.pattern)
-            ),
-            key=lambda found: len(found[0]),
-            default=(list[str](), ""),
-        )
-        num_matches = sum(bool(corrected and re.match(corrected, path)) for path in paths)
-        if len(gained) > num_matches or (gained and "|" in rule.pattern and len(gained) == num_matches):
-            fitting, corrected = [*fitting, *gained], pattern
+        gained, pattern = _find_word_correction(rule, words, paths, num_wins)
+        if gained:
+            # This pattern keeps all alternatives, so prefer it if the other one does not match more.
+            matches = [path for path in paths if corrected and re.match(corrected, path)]
+            if len(gained) + ("|" in rule.pattern) > len(matches):
+                fitting, corrected = [*fitting, *gained], pattern
         near = list(dict.fromkeys([*fitting, *candidate_paths.find_nearest_candidates(rule.pattern)]))[:3]
         winner = paths[near[0]].rule if near else None
         yield Problem(
@@ -132,6 +126,17 @@ def find_unused_rule_problems(
     for rule in rules.rules:
         if num_wins[rule.number] and "|" in rule.pattern:
             yield from _find_mistyped_alternatives(rules, rule, paths, words, owner_kind)
+
+
+def _find_word_correction(
+    rule: Rule, words: WordSearch, paths: Mapping[str, RuledPath], num_wins: Mapping[int, int]
+) -> tuple[list[str], str]:
+    """Return the paths that a rule gains if one mistyped word is corrected, and its pattern then, as a pair."""
+    corrections = [
+        (_list_gained_paths(rule, pattern, {path: paths[path] for path in near}, num_wins), pattern)
+        for _, pattern, near in words.iterate_corrections(rule.pattern)
+    ]
+    return max(corrections, key=lambda found: len(found[0]), default=(list[str](), ""))
 
 
 def _find_mistyped_alternatives(
