@@ -301,6 +301,24 @@ def test_a_bias_that_is_sharded_as_its_kernel_is_no_odd_one_out():
     assert [] == found(plan_of(rules, variables))
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_output_layer_that_sums_over_a_sharded_axis_is_found(is_tied):
+    """A tied table is one, too. Another table is not: its outputs are gathered for the same bytes as sums are added."""
+    table, *rest = decoder()
+    if is_tied:
+        table = replace(table, aliases=("lm_head.embeddings",))
+    else:
+        rest.append(weight("head.kernel", (HIDDEN, ROWS), "in.0", "out.0"))
+    rest.append(weight("positions.embeddings", (HIDDEN, HIDDEN), "rows", "out.0"))
+    slips = {r".*(tokens|positions).*": (None, "model"), r"head": ("model", None)}
+    plan = plan_of(slips | GOOD, [table, *rest])
+    (problem,) = (p for p in plan.lint() if p not in plan.problems)
+
+    assert ("swapped", "tokens.embeddings" if is_tied else "head.kernel") == (problem.kind, problem.subject)
+    assert f"sharded over model, for {ROWS} outputs" in problem.what
+    assert problem.fix.endswith("= ('model', None)" if is_tied else "change rule 2 to (None, 'model')")
+
+
 def found_all(plan):
     return [(p.kind, p.subject) for p in plan.lint() if p not in plan.problems]
 

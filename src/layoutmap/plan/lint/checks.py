@@ -13,6 +13,7 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.core.uneven import apply_uneven_policy, derive_layout_from_parent
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
+from layoutmap.plan.lint.inferred_roles import HEAD
 from layoutmap.plan.lint.repeated import find_less_sharded_blocks
 from layoutmap.plan.lint.suggest import LayoutSuggestions, make_bias_layout, make_sharded_layout
 from layoutmap.plan.lint.weights import (
@@ -362,6 +363,43 @@ def _find_replicated_tables(linted: LintedPlan) -> Iterator[Finding]:
         yield Finding(problem, ((a, proposed),))
 
 
+def _find_sums_of_logits(linted: LintedPlan) -> Iterator[Finding]:
+    """Yield a finding for each output layer that sums over a sharded axis, and shards no outputs.
+
+    An output layer is a kernel with as many outputs as a table has rows, which no other kernel takes, or a table with
+    the path of an output layer as an alias. Another table sharded by features is no mistake: its outputs are gathered,
+    which takes no more bytes than the sum of those of a table sharded by rows.
+    """
+    rows = {w.list_axis_sizes("rows") for w in linted.weights}
+    taken = {w.list_axis_sizes("in") for w in linted.kernels}
+    has_maker = {*linted.kernels_before, *LayoutSuggestions(linted).previous_kernels}
+    outputs = [
+        (w, "in", "out")
+        for w in linted.kernels
+        if w.list_axis_sizes("out") in rows - taken and id(w) not in has_maker
+    ]
+    outputs += [
+        (w, "out", "rows")
+        for w in linted.weights
+        if w.list_axes("rows")
+        and any(HEAD.fullmatch(name) for path in w.assignment.variable.aliases for name in path.split("."))
+    ]
+    for w, summed, output in outputs:
+        (axis, *_), (out, *_) = w.list_axes(summed), w.list_axes(output)
+        dims = tuple(dim for dim in w.list_dims(axis) if dim not in linted.batch_dims)
+        moved = _make_swapped_layout(w, axis, out)
+        if dims and not {*w.list_dims(out)} - {*linted.batch_dims} and not moved.find_uneven_axes(w.shape):
+            yield _make_weight_finding(
+                "swapped",
+                w,
+                f"it sums over axis {axis}, which is sharded over {_join_dims(dims)}, for {w.shape[out]} outputs",
+                {},
+                f"all outputs are partial sums, the largest of the model: each step adds them over {_join_dims(dims)}",
+                "shard the outputs; its axes seem to be swapped",
+                moved,
+            )
+
+
 def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
     """Yield a finding for each bias or derived variable that is sharded differently from its kernel or parent.
 
@@ -483,6 +521,7 @@ CHECKS = (
     _find_split_heads,
     find_less_sharded_blocks,
     _find_replicated_tables,
+    _find_sums_of_logits,
     _find_unused_dims,
     _find_large_unplaced_arrays,
 )
