@@ -301,6 +301,18 @@ def test_a_bias_that_is_sharded_as_its_kernel_is_no_odd_one_out():
     assert [] == found(plan_of(rules, variables))
 
 
+def test_a_kernel_between_a_swapped_one_and_one_that_shards_outputs_is_not_swapped():
+    """The swapped one before it is changed to outputs in shards, which it takes."""
+    variables = [
+        w
+        for name, sizes in zip("abcd", ((32, 24), (24, 256), (256, 96), (96, 32)), strict=True)
+        for w in make_dense(f"block.{name}", sizes)
+    ]
+    rules = {r".*[abd]\.kernel": ("model", None), r".*c\.kernel": (None, "model"), r".*bias": (None,)}
+
+    assert [("swapped", "block.a.kernel")] == found(plan_of(rules, variables))
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_an_output_layer_that_sums_over_a_sharded_axis_is_found(is_tied):
     """A tied table is one, too. Another table is not: its outputs are gathered for the same bytes as sums are added."""

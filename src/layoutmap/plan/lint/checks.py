@@ -118,9 +118,10 @@ def _find_sharding_off_common_axis(linted: LintedPlan, first: Weight, second: We
         sharded = [axis for axis in w.list_axes(far) if w.list_dims(axis)]
         if not sharded or any(w.list_dims(axis) for axis in w.list_axes(near)):
             continue
-        if _has_matching_neighbor_kernel(linted, w, far, over):
-            continue
         other = second if w is first else first
+        is_between_swapped = not any(map(other.list_dims, other.list_axes(far)))
+        if _has_matching_neighbor_kernel(linted, w, far, over, allow_swapped=is_between_swapped):
+            continue
         moved = _make_swapped_layout(w, sharded[0], w.list_axes(near)[0])
         fits = not moved.find_uneven_axes(w.shape)
         yield _make_weight_finding(
@@ -135,13 +136,24 @@ def _find_sharding_off_common_axis(linted: LintedPlan, first: Weight, second: We
         )
 
 
-def _has_matching_neighbor_kernel(linted: LintedPlan, w: Weight, role: str, over: tuple[str, ...]) -> bool:
-    """Return whether a kernel next to `w` is replicated, or shards the axis that they share over the same dims."""
+def _has_matching_neighbor_kernel(
+    linted: LintedPlan, w: Weight, role: str, over: tuple[str, ...], *, allow_swapped: bool = False
+) -> bool:
+    """Return whether a kernel next to `w` is replicated, or shards the axis that they share over the same dims.
+
+    With `allow_swapped`, that kernel may also shard its other axis over them, if its own finding will swap the two. So
+    of two consecutive kernels, only one is to be changed.
+    """
     others = linted.kernels_before if role == "in" else linted.kernels_after
     near = "out" if role == "in" else "in"
     return any(
         other.layout.is_fully_replicated()
         or any(other.list_dims(axis) == over for axis in other.list_axes(near))
+        or (
+            allow_swapped
+            and any(other.list_dims(axis) == over for axis in other.list_axes(role))
+            and not _has_matching_neighbor_kernel(linted, other, role, over)
+        )
         for other in others.get(id(w), ())
     )
 
