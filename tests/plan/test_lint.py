@@ -313,6 +313,23 @@ def test_a_kernel_between_a_swapped_one_and_one_that_shards_outputs_is_not_swapp
     assert [("swapped", "block.a.kernel")] == found(plan_of(rules, variables))
 
 
+def test_the_plan_and_lint_advise_the_same_for_a_kernel_without_a_rule():
+    """Its bias shows how it is sharded, and not the same layer of another block, which may take sharded inputs."""
+    variables = [
+        *make_dense("h.0.c", (32, 24)),
+        *make_dense("h.1.c", (32, 24)),
+        *make_dense("big", (640, 64)),
+    ]
+    rules = {r"h\.0\.c\.kernel": ("model", None), r"h\.1\.c\.bias": ("model",), "big.kernel": (None, "model")}
+    plan = plan_of(rules, variables)
+    (problem,) = (p for p in plan.lint() if p not in plan.problems)
+
+    assert ("contradicts its bias", "h.1.c.kernel") == (problem.kind, problem.subject)
+    assert [("h.1.c.kernel", 1, "model")] == [
+        (row.path, row.axis, row.dim) for row in plan.memory.rows if row.path == "h.1.c.kernel"
+    ]
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_an_output_layer_that_sums_over_a_sharded_axis_is_found(is_tied):
     """A tied table is one, too. Another table is not: its outputs are gathered for the same bytes as sums are added."""

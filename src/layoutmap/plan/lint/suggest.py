@@ -67,6 +67,11 @@ class LayoutSuggestions:
         for part in self._qkv_by_id.get(id(w), ()):
             if dims := part.list_dims(part.list_axes("out")[0]):
                 return self._make_even_layout(w, out, dims)
+        for bias in self._linted.biases.get((w.assignment.variable.model, w.layer), ()):
+            axes = [axis for axis, role in enumerate(bias.use.roles) if role == w.use.roles[out]]
+            dims = self._remove_batch_dims(bias.list_dims(axes[0])) if axes else ()
+            if dims and id(w) not in self._row_sharded_kernel_ids and not self._is_odd_bias(bias):
+                return self._make_even_layout(w, out, dims)
         if sibling := self._find_sibling_layout(w.assignment):
             return sibling
         if id(w) in self._row_sharded_kernel_ids:
@@ -103,20 +108,20 @@ class LayoutSuggestions:
         """
         linted = self._linted
         dims = bias.list_dims(bias.use.roles.index(kernel.use.roles[axis]))
-        siblings = [w for w in linted.siblings[make_sibling_key(bias.assignment)] if w is not bias]
         is_row = id(kernel) in self._row_sharded_kernel_ids or is_attention_output(kernel)
         is_stored = {*dims} <= {*linted.batch_dims}
-        if (
-            kernel.list_dims(axis)
-            or (is_row and not is_stored)
-            or sum(w.layout != bias.layout for w in siblings) > len(siblings) / 2
-        ):
+        if kernel.list_dims(axis) or (is_row and not is_stored) or self._is_odd_bias(bias):
             return None
         near = (*linted.kernels_before.get(id(kernel), ()), *linted.kernels_after.get(id(kernel), ()))
         if is_stored or not any(other.list_dims(n) for other in near for n in range(len(other.shape))):
             return self._make_even_layout(kernel, axis, dims)
         layout = self._suggest_kernel_layout(kernel)
         return layout if layout is not None and layout.list_mesh_dims(axis) == dims else None
+
+    def _is_odd_bias(self, bias: Weight) -> bool:
+        """Return whether most of the biases of repeated blocks are sharded differently from this one."""
+        siblings = self._linted.siblings[make_sibling_key(bias.assignment)]
+        return sum(w.layout != bias.layout for w in siblings) > len(siblings) / 2
 
     def _shard_over_largest_dim(self, w: Weight, axis: int) -> Layout | None:
         """Return the layout with an axis sharded over the largest mesh dim that divides it, or None if no dim does."""
