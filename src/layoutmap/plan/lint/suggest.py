@@ -82,7 +82,10 @@ class LayoutSuggestions:
             return row or self._shard_over_batch_dim(w, out)
         makers, is_paired = self._linted.kernels_before.get(id(w), ()), id(w) in self._linted.kernels_after
         # If no next kernel reads sharded inputs, sharded outputs would be gathered, so then shard the input axis.
-        if not is_paired and any(maker.list_dims(maker.list_axes("in")[0]) for maker in makers):
+        if not is_paired and any(
+            maker.list_dims(maker.list_axes("in")[0]) or id(maker) in self._row_sharded_kernel_ids
+            for maker in makers
+        ):
             return self._shard_over_largest_dim(w, into)
         found = self._shard_over_largest_dim(w, out)
         is_paired = is_paired or bool(makers)
