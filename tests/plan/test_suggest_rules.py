@@ -256,6 +256,23 @@ def test_stacked_experts_are_sharded_and_their_router_is_replicated():
     assert () == (*plan.problems, *plan.lint(), *plan.memory.rows)
 
 
+@pytest.mark.parametrize("name", ["expert", "experts"])
+def test_the_dim_of_the_experts_shards_them_and_no_other_weights(name):
+    """Also if it is not the largest one, which shards the other kernels."""
+    experts = [make_weight(f"moe.experts.{each}", (8, 64, 64)) for each in ("up", "down")]
+    others = [
+        *make_dense("up", (64, 256)),
+        *make_dense("down", (256, 64)),
+        make_weight("moe.router", (64, 8)),
+    ]
+    for mesh in (f"batch=2,model=4,{name}=2", f"batch=2,{name}=4,model=2"):
+        rules = suggest([*others, *experts], mesh).rules
+        dims = {rule.pattern: {*rule.layout.sharding_specs} - {"unsharded"} for rule in rules}
+
+        assert {name} == dims.pop(r"moe\.experts\.(up|down)$")
+        assert {"model"} == {each for specs in dims.values() for each in specs}
+
+
 def test_an_odd_block_has_rules_of_its_own():
     """They are the first, since the rules of the other blocks match it, too."""
     plan = make_plan(make_blocks((256, 254, 256, 256)), suggest(make_blocks((256, 254, 256, 256))))

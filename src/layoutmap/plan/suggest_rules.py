@@ -16,7 +16,7 @@ from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
-from layoutmap.plan.lint.suggest import LayoutSuggestions
+from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions
 from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output, make_sibling_key
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
@@ -42,7 +42,9 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
     if not dims:
         return RuleSet(plan.mesh, rest="replicated")
     # A dim of the batch cannot serve tensor parallelism, so choose it only if the mesh has no other dim.
-    dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
+    dim = max(
+        dims, key=lambda dim: (dim not in batch_dims, dim not in NAMES_OF_EXPERTS, plan.mesh.dim_size(dim))
+    )
     preset = presets.find_matching_preset([group[0].variable.path for group in _group_repeated_weights(plan)])
     return (preset and _adapt_preset_rules(plan, preset, dim, batch_dims)) or _make_rules_with_reasons(
         _assign_suggested_layouts(plan, batch_dims), dim, batch_dims

@@ -20,6 +20,9 @@ from layoutmap.plan.lint.weights import (
     make_sibling_key,
 )
 
+NAMES_OF_EXPERTS = ("expert", "experts")
+"""Usual names of a mesh dim over which experts are sharded."""
+
 
 class LayoutSuggestions:
     """Suggested layouts for the replicated variables of a plan.
@@ -40,7 +43,9 @@ class LayoutSuggestions:
         self._find_changes = find_changes
         mesh = linted.plan.mesh
         dims = [dim for dim in mesh.mesh_dims if dim.size > 1]
-        self._dims = sorted(dims, key=lambda dim: (dim.name in linted.batch_dims, -dim.size))
+        self._dims = sorted(
+            dims, key=lambda dim: (dim.name in linted.batch_dims, dim.name in NAMES_OF_EXPERTS, -dim.size)
+        )
 
     def suggest_layout(self, a: Assignment) -> Layout | None:
         """Return a sharded layout for a replicated variable, or None if no layout fits or it should stay replicated."""
@@ -154,8 +159,10 @@ class LayoutSuggestions:
 
     def _shard_first_even_axis(self, a: Assignment, axes: Sequence[int]) -> Layout | None:
         """Shard one axis over the largest mesh dim that divides any axis. Return the layout, or None if no dim does."""
-        shape = a.variable.shape
-        for dim in self._dims:
+        shape, dims = a.variable.shape, self._dims
+        if self._linted.is_expert_stack(a):
+            dims = sorted(dims, key=lambda dim: dim.name not in NAMES_OF_EXPERTS)
+        for dim in dims:
             for axis in axes:
                 if shape[axis] and shape[axis] % dim.size == 0:
                     return make_sharded_layout(a.layout, axis, (dim.name,))
