@@ -164,19 +164,19 @@ def _find_mistyped_alternatives(
 def _list_gained_paths(
     rule: Rule, pattern: str, paths: Mapping[str, RuledPath], num_wins: Mapping[int, int]
 ) -> list[str]:
-    """Return the paths whose layout a rule determines with a corrected pattern.
+    """Return the paths that get their layout from a rule with a corrected pattern.
 
     The list is empty if the pattern also matches paths of other ranks, or if another rule would become unused.
     """
     matched = {path: ruled for path, ruled in paths.items() if re.match(pattern, path)}
-    if not all(can_change and _fits_rank(rule, shape) for _, shape, can_change in matched.values()):
+    if not all(can_change and _has_fitting_rank(rule, shape) for _, shape, can_change in matched.values()):
         return []
     gained = [path for path, (winner, *_) in matched.items() if not winner or rule.number < winner.number]
     lost = Counter(winner.number for path in gained if (winner := paths[path].rule))
     return gained if all(count < num_wins[number] for number, count in lost.items()) else []
 
 
-def _fits_rank(rule: Rule, shape: Sequence[int] | None) -> bool:
+def _has_fitting_rank(rule: Rule, shape: Sequence[int] | None) -> bool:
     return shape is None or len(shape) == rule.layout.rank or is_keras_rule(rule.pattern)
 
 
@@ -190,7 +190,7 @@ def _find_correction(
 
     def get_bonus(path: str) -> float | None:
         winner, shape, can_change = paths[path]
-        if not can_change or not _fits_rank(rule, shape):
+        if not can_change or not _has_fitting_rank(rule, shape):
             return None
         return _BONUS_WITHOUT_RULE if winner is None else 0
 

@@ -328,7 +328,7 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
     for sizes, makers in outs.items():
         takers = ins.get(sizes, [])
         if len(takers) > 1:
-            yield from _pair_wide_kernels_in_turns(sizes, block)
+            yield from _iterate_wide_pairs(sizes, block)
         elif takers and not any(w is takers[0] for w in makers):
             (taker,) = takers
             yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
@@ -354,9 +354,7 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
         )
 
 
-def _pair_wide_kernels_in_turns(
-    sizes: tuple[int, ...], block: Sequence[Weight]
-) -> Iterator[tuple[Weight, Weight]]:
+def _iterate_wide_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Yield the pairs of kernels that output these sizes and take them in turns, as in a model without blocks.
 
     If an outer size is not smaller, the kernels can also be in the other order: one narrows, and the next one widens.
