@@ -252,8 +252,14 @@ COLUMN, ROW = (
             "down.bias",
             "change rule 1 to (None,)",
         ),
+        (
+            without(r".*up\.bias"),
+            "replicated partner",
+            "up.bias",
+            "add a rule: layout_map[r\"blocks\\.\\d+\\.up\\.bias$\"] = ('model',)",
+        ),
     ],
-    ids=["typo", "swapped", "no rule", "swapped alone", "no row", "bias", "bias of a row"],
+    ids=["typo", "swapped", "no rule", "swapped alone", "no row", "bias", "bias of a row", "no bias"],
 )
 def test_the_odd_one_is_reported_and_not_the_weights_that_agree(rules, kind, subject, change):
     """Unmatched variables are replicated on purpose, so that the plan itself reports nothing."""
@@ -266,6 +272,80 @@ def test_the_odd_one_is_reported_and_not_the_weights_that_agree(rules, kind, sub
         for p in plan.lint()
         if p not in plan.problems
     }
+
+
+def test_replicated_biases_are_passed_if_all_are_or_a_rule_says_so():
+    """They take little memory, so only one among sharded biases is a mistake."""
+    mesh = Mesh(None, f"data={DATA},model={MODEL}")
+    for rules in (
+        {pattern: specs for pattern, specs in GOOD.items() if "bias" not in pattern},
+        but({r".*up\.bias": (None,)}),
+    ):
+        assert [] == found_all(make_plan(decoder(), LayoutMap(mesh, rules, rest="replicated")))
+
+
+def test_a_bias_that_is_sharded_as_its_kernel_is_no_odd_one_out():
+    """One of the layers takes sharded inputs, so its bias is replicated, and another one is of unknown use."""
+    sizes = [(16, 32), (24, 32), (48, 32), (16, 32)]
+    variables = [w for n, pair in enumerate(sizes) for w in make_dense(f"l{n}", pair)]
+    variables += [weight("l4.kernel", (3, 24, 32)), weight("l4.bias", (32,))]
+    rules = {
+        r"l4\.kernel": (None, "model", None),
+        r"l4\.bias": (None,),
+        r"l2\.kernel": ("model", None),
+        r"l2\.bias": (None,),
+        r".*kernel": (None, "model"),
+        r".*": ("model",),
+    }
+
+    assert [] == found(plan_of(rules, variables))
+
+
+def test_a_kernel_between_a_swapped_one_and_one_that_shards_outputs_is_not_swapped():
+    """The swapped one before it is changed to outputs in shards, which it takes."""
+    variables = [
+        w
+        for name, sizes in zip("abcd", ((32, 24), (24, 256), (256, 96), (96, 32)), strict=True)
+        for w in make_dense(f"block.{name}", sizes)
+    ]
+    rules = {r".*[abd]\.kernel": ("model", None), r".*c\.kernel": (None, "model"), r".*bias": (None,)}
+
+    assert [("swapped", "block.a.kernel")] == found(plan_of(rules, variables))
+
+
+def test_the_plan_and_lint_advise_the_same_for_a_kernel_without_a_rule():
+    """Its bias shows how it is sharded, and not the same layer of another block, which may take sharded inputs."""
+    variables = [
+        *make_dense("h.0.c", (32, 24)),
+        *make_dense("h.1.c", (32, 24)),
+        *make_dense("big", (640, 64)),
+    ]
+    rules = {r"h\.0\.c\.kernel": ("model", None), r"h\.1\.c\.bias": ("model",), "big.kernel": (None, "model")}
+    plan = plan_of(rules, variables)
+    (problem,) = (p for p in plan.lint() if p not in plan.problems)
+
+    assert ("contradicts its bias", "h.1.c.kernel") == (problem.kind, problem.subject)
+    assert [("h.1.c.kernel", 1, "model")] == [
+        (row.path, row.axis, row.dim) for row in plan.memory.rows if row.path == "h.1.c.kernel"
+    ]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_output_layer_that_sums_over_a_sharded_axis_is_found(is_tied):
+    """A tied table is one, too. Another table is not: its outputs are gathered for the same bytes as sums are added."""
+    table, *rest = decoder()
+    if is_tied:
+        table = replace(table, aliases=("lm_head.embeddings",))
+    else:
+        rest.append(weight("head.kernel", (HIDDEN, ROWS), "in.0", "out.0"))
+    rest.append(weight("positions.embeddings", (HIDDEN, HIDDEN), "rows", "out.0"))
+    slips = {r".*(tokens|positions).*": (None, "model"), r"head": ("model", None)}
+    plan = plan_of(slips | GOOD, [table, *rest])
+    (problem,) = (p for p in plan.lint() if p not in plan.problems)
+
+    assert ("swapped", "tokens.embeddings" if is_tied else "head.kernel") == (problem.kind, problem.subject)
+    assert f"sharded over model, for {ROWS} outputs" in problem.what
+    assert problem.fix.endswith("= ('model', None)" if is_tied else "change rule 2 to (None, 'model')")
 
 
 def found_all(plan):
@@ -283,6 +363,58 @@ def test_only_a_weight_with_rows_is_called_a_table():
         "head.kernel: a kernel of 512 x 64, with as many outputs as a table has rows, is replicated"
         == head.what
     )
+
+
+PAIRS = {
+    "as meant": ({}, set()),
+    "swapped rows": ({r"dense_(1|4)\.kernel": (None, "model")}, {"dense_1", "dense_4"}),
+    "swapped columns": ({r"(dense|dense_3)\.kernel": ("model", None)}, {"dense", "dense_3"}),
+    "one swapped": ({r"dense_4\.kernel": (None, "model")}, {"dense_4"}),
+    "no rows": ({r"dense_(1|4)\.kernel": (None, None)}, {"dense_1", "dense_4"}),
+    "one without columns": ({r"dense\.kernel": (None, None)}, {"dense"}),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_pairs_of_a_model_without_blocks_are_found(name, is_gated):
+    """Two wide layers of one size with a narrow one after each, between layers of other sizes."""
+    slip, expected = PAIRS[name]
+    variables = [*make_dense("dense_9", (24, HIDDEN))]
+    for first, gate, second in (("dense", "dense_6", "dense_1"), ("dense_3", "dense_7", "dense_4")):
+        for each in (first, gate) if is_gated else (first,):
+            variables += make_dense(each, (HIDDEN, WIDE))
+        variables += make_dense(second, (WIDE, HIDDEN))
+    columns, rows = r"(dense|dense_[367])\.", r"dense_(1|4)\."
+    good = {
+        columns + "kernel": (None, "model"),
+        columns + "bias": ("model",),
+        rows + "kernel": ("model", None),
+    }
+    rules = slip | {pattern: specs for pattern, specs in good.items() if pattern not in slip}
+    plan = make_plan(
+        [*variables, *make_dense("head", (HIDDEN, 10))],
+        LayoutMap(Mesh(None, f"data={DATA},model={MODEL}"), rules, rest="replicated"),
+    )
+
+    assert () == plan.errors
+    assert expected == {subject.partition(".")[0] for _, subject in found_all(plan)}
+
+
+TAKERS_OF_ANOTHER_ORDER = {
+    "two branches": [(8, 32), (8, 32), (32, 8), (32, 8)],
+    "narrow first": [(32, 8), (8, 32), (32, 8), (8, 32)],
+    "two heads": [(8, 32), (32, 4), (32, 12), (16, 32), (32, 8)],
+}
+
+
+@pytest.mark.parametrize("name", TAKERS_OF_ANOTHER_ORDER)
+def test_layers_in_an_unclear_order_are_in_no_pair(name):
+    """Any layout of them is passed, since the shapes do not show which kernel takes which outputs."""
+    shapes = TAKERS_OF_ANOTHER_ORDER[name]
+    variables = [weight(f"{'abcde'[n]}.kernel", shape, "in.0", "out.0") for n, shape in enumerate(shapes)]
+
+    assert [] == found(plan_of({r".*": (None, "model")}, variables))
 
 
 QUERY, KEY, VALUE = {"attention.query"}, {"attention.key"}, {"attention.value"}

@@ -241,6 +241,54 @@ def test_a_corrected_rule_determines_layouts_and_leaves_all_others_used(case):
     assert {"no rule"} >= {p.kind for p in plan_of(mlp_variables("fc1", "fc2"), corrected).problems}
 
 
+ALTERNATIVES = {
+    "of used ones": (r".*\.(sueeze|widen)\.kernel", r".*\.(squeeze|widen)\.kernel"),
+    "of all that begin so": (r".*\.(widen|dwon.*)\.kernel", r".*\.(widen|down.*)\.kernel"),
+    "of the variable": (
+        r".*\.(squeeze|widen|down)\.(kernle|kernal)",
+        r".*\.(squeeze|widen|down)\.(kernel|kernal)",
+    ),
+    "of none that is used": (r"h\.\d+\.(widne|squeze)\.kernel", r"h\.\d+\.(widen|squeze)\.kernel"),
+    "beside the word": (r".*\.(squeeze|widen|down)\.kernle", r".*\.(squeeze|widen|down)\.kernel"),
+}
+
+
+@pytest.mark.parametrize("rest", [None, "replicated"])
+@pytest.mark.parametrize("name", ALTERNATIVES)
+def test_a_mistyped_word_of_a_rule_is_corrected_and_the_rest_is_kept(name, rest):
+    """The alternatives of the rule stay, also if one of them matches."""
+    typo, expected = ALTERNATIVES[name]
+    variables = [
+        v for n in range(2) for v in (*mlp_variables("widen", "squeeze"), *mlp_variables("down", "out"))
+    ]
+    problems = make_plan(variables, lm.LayoutMap(MESH, {typo: (None, "model")}, rest=rest)).problems
+
+    assert [expected] == [re.findall(r'mean r"(.*)"', p.fix)[0] for p in problems if p.kind == "unused rule"]
+    assert all(
+        f'correct rule 1  {typo} to r"{expected}", or add a rule' == p.fix
+        for p in problems
+        if p.kind == "no rule" and p.fix.startswith("correct")
+    )
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.(fc1|fc3)\.kernel",
+        r".*\.(fc1|gate)\.kernel",
+        r".*\.(fc1|fcs?)\.kernel",
+        r".*\.(fc1|biass)\.kernel",
+    ],
+)
+def test_an_alternative_for_other_models_is_passed(pattern):
+    """No similar word in its place would match a variable without a rule."""
+    plan = make_plan(
+        mlp_variables("fc1", "fc2"), lm.LayoutMap(MESH, {pattern: (None, "model")}, rest="replicated")
+    )
+
+    assert () == plan.problems
+
+
 def test_an_exact_key_beats_a_rule_that_comes_before():
     """As in the map itself, a rule whose text is the path wins over one whose regex matches it."""
     plan = plan_of([weight("d1.kernel")], {r"d1\..*": (None, "model"), "d1.kernel": ("model", None)})

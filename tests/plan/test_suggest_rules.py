@@ -205,6 +205,15 @@ def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     } == {rule.pattern: rule.reason for rule in rules.rules if "kernel" in rule.pattern}
 
 
+def test_a_kernel_after_one_of_two_pairs_takes_what_its_pair_leaves():
+    """Plain arrays that fit in both orders: the last one is suggested before the one whose outputs it takes."""
+    shapes = {"z.weight": (24, 12), "l1": (16, 16), "l2": (16, 24), "l3.w": (8, 24), "l4": (24, 8)}
+    variables = [make_weight(path, shape) for path, shape in shapes.items()]
+    rules = {rule.pattern: rule.layout for rule in suggest(variables, "batch=4,model=2").rules}
+
+    assert [] == [*make_plan(variables, LayoutMap("batch=4,model=2", rules, rest="replicated")).lint()]
+
+
 def test_stacked_layers_are_no_experts():
     """Their norm has an axis of the layers and one of the features, as a router has of experts and features."""
     layers = {"w1": (4, 64, 256), "w2": (4, 256, 64), "norm": (4, 64)}
@@ -245,6 +254,23 @@ def test_stacked_experts_are_sharded_and_their_router_is_replicated():
     }
     plan = make_plan([router, up, down], rules)
     assert () == (*plan.problems, *plan.lint(), *plan.memory.rows)
+
+
+@pytest.mark.parametrize("name", ["expert", "experts"])
+def test_the_dim_of_the_experts_shards_them_and_no_other_weights(name):
+    """Also if it is not the largest one, which shards the other kernels."""
+    experts = [make_weight(f"moe.experts.{each}", (8, 64, 64)) for each in ("up", "down")]
+    others = [
+        *make_dense("up", (64, 256)),
+        *make_dense("down", (256, 64)),
+        make_weight("moe.router", (64, 8)),
+    ]
+    for mesh in (f"batch=2,model=4,{name}=2", f"batch=2,{name}=4,model=2"):
+        rules = suggest([*others, *experts], mesh).rules
+        dims = {rule.pattern: {*rule.layout.sharding_specs} - {"unsharded"} for rule in rules}
+
+        assert {name} == dims.pop(r"moe\.experts\.(up|down)$")
+        assert {"model"} == {each for specs in dims.values() for each in specs}
 
 
 def test_an_odd_block_has_rules_of_its_own():

@@ -123,8 +123,9 @@ warning: rule 7  blocks\.0\.up\.kernel$: never used, since earlier rules match a
   fix         put it before rule 3, or delete it
 
 warning: rule 10  norms: matches no variable
-  why   rules match from the start of a path, and none of the model's 14 paths matches this pattern
-  fix   fix it, or delete it
+  near misses  norm.scale, norm.moving_mean
+  why          rules match from the start of a path, and none of the model's 14 paths matches this pattern
+  fix          did you mean r"norm"? else delete it
 
 warning: activation rule 2  blocks.*: never used, since earlier rules match all its layers
   first lost  blocks.0 to rule 1  blocks\.\d+$

@@ -35,6 +35,7 @@ class SavedModelValues:
 
     Attributes:
         read_paths: The paths of the variables whose values have been read.
+        kept_paths: The paths of the weights that the checkpoint lacks, as keys in the order of the model.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SavedModelValues:
         self._extra = extra
         self._cast = cast
         self.read_paths: set[str] = set()
+        self.kept_paths: dict[str, None] = {}
         self._closed = False
         self._by_alias = {a: v.path for v in source.variables.values() for a in v.aliases}
 
@@ -98,6 +100,7 @@ class SavedModelValues:
             and v.kind in kinds
             and not (self._renamed and self._renamed.is_not_stored(v.path))
         ]
+        self.kept_paths |= dict.fromkeys(v.path for v in unknown if v.kind is Kind.WEIGHT)
         rest = [path for path, v in self.source.variables.items() if path not in known and v.kind in kinds]
         missing = unknown if self.missing == "error" else []
         extra = rest if self._extra == "error" else []

@@ -21,7 +21,7 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.rules.index import RuleIndex
 from layoutmap.rules.keras_rules import is_keras_rule
 from layoutmap.rules.merged_rules import find_whole_path_pattern_parts, merge_patterns
-from layoutmap.rules.near_misses import NearMissSearch
+from layoutmap.rules.near_misses import NearMissSearch, WordSearch
 from layoutmap.rules.rules import Rules
 
 MAX_COMPARISONS = 20_000
@@ -69,6 +69,7 @@ def find_unused_rule_problems(
         owner_kind: What has the paths: `"variable"` or `"layer"`.
     """
     candidates: dict[bool, tuple[int, NearMissSearch]] = {}
+    words = WordSearch([path for path, ruled in paths.items() if ruled.can_change], MAX_COMPARISONS)
     idle = [rule for rule in rules.rules if not num_wins[rule.number]]
     inside = _find_patterns_matching_anywhere(
         {r.pattern for r in idle if r.number not in losses and not is_keras_rule(r.pattern)}, paths
@@ -96,6 +97,12 @@ def find_unused_rule_problems(
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
             continue
         fitting, corrected = _find_corrected_pattern(rule, candidate_paths, paths, num_wins)
+        gained, pattern = _find_word_correction(rule, words, paths, num_wins)
+        if gained:
+            # This pattern keeps all alternatives, so prefer it if the other one does not match more.
+            matches = [path for path in paths if corrected and re.match(corrected, path)]
+            if len(gained) + ("|" in rule.pattern) > len(matches):
+                fitting, corrected = [*fitting, *gained], pattern
         near = list(dict.fromkeys([*fitting, *candidate_paths.find_nearest_candidates(rule.pattern)]))[:3]
         winner = paths[near[0]].rule if near else None
         yield Problem(
@@ -116,6 +123,61 @@ def find_unused_rule_problems(
             if winner
             else "fix it, or delete it",
         )
+    for rule in rules.rules:
+        if num_wins[rule.number] and "|" in rule.pattern:
+            yield from _find_mistyped_alternatives(rules, rule, paths, words, owner_kind)
+
+
+def _find_word_correction(
+    rule: Rule, words: WordSearch, paths: Mapping[str, PathRule], num_wins: Mapping[int, int]
+) -> tuple[list[str], str]:
+    """Return the paths that a rule gains if one mistyped word is corrected, and its pattern then, as a pair."""
+    corrections = [
+        (_list_gained_paths(rule, pattern, {path: paths[path] for path in near}, num_wins), pattern)
+        for _, pattern, near in words.iterate_corrections(rule.pattern)
+    ]
+    return max(corrections, key=lambda found: len(found[0]), default=(list[str](), ""))
+
+
+def _find_mistyped_alternatives(
+    rules: Rules, rule: Rule, paths: Mapping[str, PathRule], words: WordSearch, owner_kind: str
+) -> Iterator[Problem]:
+    """Yield a problem for a word of a used rule that is in no path, if a similar word matches paths without a rule.
+
+    Other alternatives of the rule match, so the rule is not unused.
+    """
+    for word, pattern, near in words.iterate_corrections(rule.pattern):
+        unruled = {path: paths[path] for path in near if paths[path].rule is None}
+        if gained := _list_gained_paths(rule, pattern, unruled, {}):
+            yield Problem(
+                "unused rule",
+                "warning",
+                rule.pattern,
+                f"{rules.format_name(rule)}: {word} matches no {owner_kind}",
+                (("near misses", ", ".join(gained[:3])),),
+                "the rule's other alternatives match, and these near misses have no rule",
+                f'did you mean r"{pattern}"? else delete {word} from it',
+            )
+            return
+
+
+def _list_gained_paths(
+    rule: Rule, pattern: str, paths: Mapping[str, PathRule], num_wins: Mapping[int, int]
+) -> list[str]:
+    """Return the paths that get their layout from a rule with a corrected pattern.
+
+    The list is empty if the pattern also matches paths of other ranks, or if another rule would become unused.
+    """
+    matched = {path: ruled for path, ruled in paths.items() if re.match(pattern, path)}
+    if not all(can_change and _has_fitting_rank(rule, shape) for _, shape, can_change in matched.values()):
+        return []
+    gained = [path for path, (winner, *_) in matched.items() if not winner or rule.number < winner.number]
+    lost = Counter(winner.number for path in gained if (winner := paths[path].rule))
+    return gained if all(count < num_wins[number] for number, count in lost.items()) else []
+
+
+def _has_fitting_rank(rule: Rule, shape: Sequence[int] | None) -> bool:
+    return shape is None or len(shape) == rule.layout.rank or is_keras_rule(rule.pattern)
 
 
 def _find_corrected_pattern(
@@ -128,8 +190,7 @@ def _find_corrected_pattern(
 
     def get_similarity_bonus(path: str) -> float | None:
         winner, shape, can_change = paths[path]
-        fits = shape is None or len(shape) == rule.layout.rank or is_keras_rule(rule.pattern)
-        if not fits or not can_change:
+        if not can_change or not _has_fitting_rank(rule, shape):
             return None
         return _BONUS_WITHOUT_RULE if winner is None else 0
 
@@ -179,7 +240,7 @@ def add_typo_corrections_to_fixes(
             corrected = _CORRECTED_PATTERN.search(rule.fix)
             # A rule gets only one new pattern, so both problems must propose the same one.
             if corrected and re.match(corrected[1], problem.subject):
-                name = rule.what.partition(": matches no")[0]
+                name = re.split(r": (?:\w+ )?matches no", rule.what)[0]
                 problem = replace(problem, fix=f'correct {name} to r"{corrected[1]}", or add a rule')
                 break
         yield problem

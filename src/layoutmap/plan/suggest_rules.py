@@ -16,8 +16,8 @@ from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
-from layoutmap.plan.lint.suggest import LayoutSuggestions
-from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output
+from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions
+from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output, make_sibling_key
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules import presets
@@ -42,7 +42,9 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
     if not dims:
         return RuleSet(plan.mesh, rest="replicated")
     # A dim that shards the batch cannot serve tensor parallelism, too, so choose one only if the mesh has no other dim.
-    dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
+    dim = max(
+        dims, key=lambda dim: (dim not in batch_dims, dim not in NAMES_OF_EXPERTS, plan.mesh.dim_size(dim))
+    )
     preset = presets.find_matching_preset([group[0].variable.path for group in _group_repeated_weights(plan)])
     return (preset and _adapt_preset_rules(plan, preset, dim, batch_dims)) or _make_rules_with_reasons(
         _with_suggested_layouts(plan, batch_dims), dim, batch_dims
@@ -224,10 +226,12 @@ class _ReasonMaker:
 
     def _explain_kernel_sharding(self, w: Weight, role: str, over: str) -> str:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
-        names = ", ".join(dict.fromkeys(other.layer_name for other in others))
+        siblings = self._linted.siblings[make_sibling_key(w.assignment)]
+        # One reason is for all siblings, and those of one block have different neighbors, so it names none.
+        is_repeated_in_block = sum(each.block == w.block for each in siblings) > 1
+        names = "" if is_repeated_in_block else ", ".join(dict.fromkeys(other.layer_name for other in others))
         previous = self._previous_kernels.get(id(w))
-        # One reason is for all layers of a chain, whose names differ in numbers, so write no name.
-        if role == "out" and not names and id(w) in self._kernels_before_row_kernels:
+        if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
         if (
             role == "in"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _MIN_SCORE = 0.6
+_MIN_WORD_SCORE = 0.75
+_GROUP_OR_SET = re.compile(r"\(\?[^:]|\[[^\]]*[A-Za-z]")
+_LETTERS = re.compile(r"(?<!\\)[A-Za-z]+(?![*?+{])")
 _NUMBER_SIGN = "\0"
 _REPEAT = r"(?:[*+?]|\{\d*,?\d*\})\??"
 _NUMBER_REGEX = re.compile(
@@ -150,6 +153,56 @@ class NearMissSearch:
                 if text_form[i + k] == _NUMBER_SIGN
             }
         return self._alignments[key]
+
+
+class WordSearch:
+    """Search the words of paths, which are runs of letters, for those that are similar to a mistyped word of a pattern.
+
+    Args:
+        paths: The paths.
+        max_comparisons: Limit for the comparisons of all searches together. Beyond it, nothing is found.
+
+    Example:
+        >>> search = WordSearch(["attention.query.bias", "attention.key.bias"], max_comparisons=100)
+        >>> for word, pattern, paths in search.iterate_corrections(r".*\\.(qeury|key|value)\\.bias"):
+        ...     print(word, pattern, paths)
+        qeury .*\\.(query|key|value)\\.bias ['attention.query.bias']
+    """
+
+    def __init__(self, paths: Iterable[str], max_comparisons: int) -> None:
+        self._left = max_comparisons
+        self._paths: dict[str, list[str]] = {}
+        for path in paths:
+            for word in {*_LETTERS.findall(path)}:
+                self._paths.setdefault(word, []).append(path)
+        self._text = " ".join(self._paths)
+        self._similar: dict[str, list[str]] = {}
+
+    def iterate_corrections(self, pattern: str) -> Iterator[tuple[str, str, Sequence[str]]]:
+        """Yield each word of a pattern that is in no path, the pattern for a similar word, and paths with that word.
+
+        Patterns with flags, named groups, or sets of letters have no corrections.
+        """
+        if _GROUP_OR_SET.search(pattern):
+            return
+        for match in _LETTERS.finditer(pattern):
+            word = match.group()
+            if word not in self._text:
+                for other in self._find_similar_words(word):
+                    paths = self._paths[other]
+                    self._left -= (
+                        1 + len(paths) // 50
+                    )  # to match a path takes less time than to compare two words
+                    if self._left > 0:
+                        yield word, f"{pattern[: match.start()]}{other}{pattern[match.end() :]}", paths
+
+    def _find_similar_words(self, word: str) -> list[str]:
+        if word not in self._similar:
+            if len(self._paths) > self._left:
+                return []
+            self._left -= len(self._paths)
+            self._similar[word] = difflib.get_close_matches(word, self._paths, cutoff=_MIN_WORD_SCORE)
+        return self._similar[word]
 
 
 def _has_prefixes_in_order(words: Sequence[str], parts: Sequence[str]) -> bool:

@@ -25,7 +25,7 @@ from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.renamed_source import RenamedSource
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray, group_devices_by_shard, make_full_index
-from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
+from layoutmap.core.errors import CheckpointError, LayoutMapWarning, format_count, join_names
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.users_line import find_user_stacklevel
@@ -85,7 +85,7 @@ def load(
             processes, and otherwise an error is raised. The random states of Python, numpy, and torch are restored
             likewise, but stay unchanged where an error would be raised.
         missing: What to do with weights of the model that are not in the checkpoint: `"error"`, or `"keep"` to keep
-            their values or initialize them.
+            their values or initialize them, with a warning that names them.
         extra: What to do with variables in the checkpoint that the model does not have: `"error"` or `"ignore"`.
             Without an optimizer, slots are left out, and a warning names them unless this is `"ignore"`. `compile` of
             a Keras model restores them.
@@ -176,6 +176,14 @@ def load(
             random_states=random,
         )
     values.stop_providing_values()
+    if values.kept_paths:
+        warning = LayoutMapWarning(
+            f"{source.where}: {format_count(len(values.kept_paths), 'weight')} of the model not restored",
+            facts={"not in the checkpoint": join_names(list(values.kept_paths))},
+            why='with missing="keep", such weights keep their values, and new ones are initialized',
+            fix="if they were renamed, pass a name table: names={path of the model: name in the checkpoint}",
+        )
+        warnings.warn(warning, stacklevel=find_user_stacklevel())
     if loading.unread and extra == "error":
         again = SavedModelValues(source, names=table, missing=missing, cast=cast)
         _warn_of_unread_slots(loading, again, loaded[0])

@@ -2,7 +2,8 @@
 
     "sum over the batch dim" a summed axis of a kernel is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
-    "replicated partner"     a kernel is replicated, and the kernel before or after it is sharded along the common axis
+    "replicated partner"     a kernel is replicated, and the kernel before or after it is sharded along the common axis;
+                             or a bias without a rule is replicated, and its kernel's outputs and other biases are not
     "query, key, value"      these kernels of an attention layer are sharded differently
     "heads"                  the shards of an attention kernel split a head
     "replicated table"       an embedding table is replicated, while most other weights are sharded
@@ -109,6 +110,9 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
     findings += checks.find_replicated_neighbor_kernels(linted, reported)
     reported |= {id(a) for finding in findings for a, _ in finding.changes}
     findings += checks.find_layout_contradictions(linted, reported)
+    findings += checks.find_replicated_biases(
+        linted, reported | {id(a) for f in findings for a, _ in f.changes}
+    )
     found = [*add_rule_changes_to_fixes(findings, plan)]
     if plan.cost is not None:
         found += load_cost_package().find_cost_problems(linted)

@@ -13,6 +13,7 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.core.uneven import apply_uneven_policy, derive_layout_from_parent
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
+from layoutmap.plan.lint.inferred_roles import HEAD
 from layoutmap.plan.lint.repeated import find_less_sharded_blocks
 from layoutmap.plan.lint.suggest import LayoutSuggestions, make_bias_layout, make_sharded_layout
 from layoutmap.plan.lint.weights import (
@@ -117,9 +118,10 @@ def _find_unsharded_common_axis(linted: LintedPlan, first: Weight, second: Weigh
         sharded = [axis for axis in w.list_axes(far) if w.list_dims(axis)]
         if not sharded or any(w.list_dims(axis) for axis in w.list_axes(near)):
             continue
-        if _has_matching_neighbor_kernel(linted, w, far, over):
-            continue
         other = second if w is first else first
+        is_between_swapped = not any(map(other.list_dims, other.list_axes(far)))
+        if _has_matching_neighbor_kernel(linted, w, far, over, allow_swapped=is_between_swapped):
+            continue
         moved = _make_swapped_layout(w, sharded[0], w.list_axes(near)[0])
         fits = not moved.find_uneven_axes(w.shape)
         yield _make_weight_finding(
@@ -134,13 +136,24 @@ def _find_unsharded_common_axis(linted: LintedPlan, first: Weight, second: Weigh
         )
 
 
-def _has_matching_neighbor_kernel(linted: LintedPlan, w: Weight, role: str, over: tuple[str, ...]) -> bool:
-    """Return whether a kernel next to `w` is replicated, or shards the axis that they share over the same dims."""
+def _has_matching_neighbor_kernel(
+    linted: LintedPlan, w: Weight, role: str, over: tuple[str, ...], *, allow_swapped: bool = False
+) -> bool:
+    """Return whether a kernel next to `w` is replicated, or shards the axis that they share over the same dims.
+
+    With `allow_swapped`, that kernel may also shard its other axis over them, if its own finding will swap the two. So
+    of two consecutive kernels, only one is to be changed.
+    """
     others = linted.kernels_before if role == "in" else linted.kernels_after
     near = "out" if role == "in" else "in"
     return any(
         other.layout.is_fully_replicated()
         or any(other.list_dims(axis) == over for axis in other.list_axes(near))
+        or (
+            allow_swapped
+            and any(other.list_dims(axis) == over for axis in other.list_axes(role))
+            and not _has_matching_neighbor_kernel(linted, other, role, over)
+        )
         for other in others.get(id(w), ())
     )
 
@@ -217,6 +230,36 @@ def find_replicated_neighbor_kernels(linted: LintedPlan, reported: Collection[in
                 f"shard the axis that {'takes the sharded outputs' if is_row else 'passes between them'}",
                 layout,
             )
+
+
+def find_replicated_biases(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
+    """Yield a finding for each bias that no rule matches, if its kernel's outputs are sharded, and so are other biases.
+
+    A replicated bias costs little, so rules that shard no bias are no mistake.
+
+    Args:
+        linted: The plan.
+        reported: Ids of the assignments that other findings change.
+    """
+    pairs = [(w, kernel) for w in linted.weights if (kernel := linted.find_kernel_of_bias(w))]
+    layouts = {id(w): make_bias_layout(w, kernel) for w, kernel in pairs}
+    if not any(layouts[id(w)] == w.layout for w, _ in pairs):
+        return
+    for w, kernel in pairs:
+        layout, match = layouts[id(w)], w.assignment.match
+        dims = {dim for axis in kernel.list_axes("out") for dim in kernel.list_dims(axis)}
+        is_expected = layout is None or not w.layout.is_fully_replicated() or dims & {*linted.batch_dims}
+        if is_expected or not match or not match.has_rest_layout or id(kernel.assignment) in reported:
+            continue
+        yield _make_weight_finding(
+            "replicated partner",
+            w,
+            f"it is replicated, and the outputs of {kernel.name} are sharded over {_join_dims(sorted(dims))}",
+            {kernel.name: f"{kernel.shape}  {kernel.layout_text}"},
+            "each device holds all of it, and adds only its part; other biases are sharded as their kernels are",
+            "shard it as its kernel's outputs are",
+            layout,
+        )
 
 
 def _find_attention_mismatches(linted: LintedPlan) -> Iterator[Finding]:
@@ -334,6 +377,43 @@ def _find_replicated_tables(linted: LintedPlan) -> Iterator[Finding]:
         yield Finding(problem, ((a, proposed),))
 
 
+def _find_sums_of_logits(linted: LintedPlan) -> Iterator[Finding]:
+    """Yield a finding for each output layer that sums over a sharded axis, and shards no outputs.
+
+    An output layer is a kernel with as many outputs as a table has rows, which no other kernel takes, or a table with
+    the path of an output layer as an alias. Another table sharded by features is no mistake: its outputs are gathered,
+    which takes no more bytes than the sum of those of a table sharded by rows.
+    """
+    rows = {w.list_axis_sizes("rows") for w in linted.weights}
+    taken = {w.list_axis_sizes("in") for w in linted.kernels}
+    has_maker = {*linted.kernels_before, *LayoutSuggestions(linted).previous_kernels}
+    outputs = [
+        (w, "in", "out")
+        for w in linted.kernels
+        if w.list_axis_sizes("out") in rows - taken and id(w) not in has_maker
+    ]
+    outputs += [
+        (w, "out", "rows")
+        for w in linted.weights
+        if w.list_axes("rows")
+        and any(HEAD.fullmatch(name) for path in w.assignment.variable.aliases for name in path.split("."))
+    ]
+    for w, summed, output in outputs:
+        (axis, *_), (out, *_) = w.list_axes(summed), w.list_axes(output)
+        dims = tuple(dim for dim in w.list_dims(axis) if dim not in linted.batch_dims)
+        moved = _make_swapped_layout(w, axis, out)
+        if dims and not {*w.list_dims(out)} - {*linted.batch_dims} and not moved.find_uneven_axes(w.shape):
+            yield _make_weight_finding(
+                "swapped",
+                w,
+                f"it sums over axis {axis}, which is sharded over {_join_dims(dims)}, for {w.shape[out]} outputs",
+                {},
+                f"all outputs are partial sums, the largest of the model: each step adds them over {_join_dims(dims)}",
+                "shard the outputs; its axes seem to be swapped",
+                moved,
+            )
+
+
 def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
     """Yield a finding for each bias or derived variable that is sharded differently from its kernel or parent.
 
@@ -342,10 +422,9 @@ def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) ->
         reported: Ids of the assignments that other findings change.
     """
     suggestions = LayoutSuggestions(linted)
-    kernels = {(w.assignment.variable.model, w.layer): w for w in linted.kernels}
     for w in linted.weights:
-        kernel = kernels.get((w.assignment.variable.model, w.layer))
-        if kernel is None or w.list_axes("in") or not w.list_axes("out"):
+        kernel = linted.find_kernel_of_bias(w)
+        if kernel is None:
             continue
         axes = {kernel.use.roles[axis]: axis for axis in kernel.list_axes("out")}
         for axis in w.list_axes("out"):
@@ -462,6 +541,7 @@ CHECKS = (
     _find_split_heads,
     find_less_sharded_blocks,
     _find_replicated_tables,
+    _find_sums_of_logits,
     _find_unused_dims,
     _find_large_unsharded_arrays,
 )

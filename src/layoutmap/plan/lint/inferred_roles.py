@@ -36,7 +36,7 @@ SECOND_KERNEL = re.compile(rf"(.*_)?((w|fc|linear|dense)_?(2|o|out)|down|out|c_p
 _PROJECTION = re.compile(r"(.*_)?proj")
 _TABLE = re.compile(r"(?!.*(unembed|patch|time|proj|norm))(.*_)?(wte|wpe|emb|embed.*|tokens?|vocab.*)")
 ROUTER = re.compile(r"(^|[._])(router|gate)(\.[^.]+)?$")
-_HEAD = re.compile(r"(.*_)?(head|logits|unembed(ding)?|classifier|predictions)")
+HEAD = re.compile(r"(.*_)?(head|logits|unembed(ding)?|classifier|predictions)")
 _KERNEL = re.compile(r"kernel|weights?|w|W|\d+")  # the name of an array that says nothing about its layer
 _BIAS = re.compile(r"b|bias|\d+")
 
@@ -257,7 +257,7 @@ def _infer_single_kernel_roles(
     for array in block:
         if len(array.shape) != 2:
             continue
-        is_kernel = array.variable.path.endswith(".kernel") or _HEAD.fullmatch(array.name)
+        is_kernel = array.variable.path.endswith(".kernel") or HEAD.fullmatch(array.name)
         biases = {bias.shape[0] for bias in _list_biases(array, containers) if len(bias.shape) == 1}
         fitting = [axis for axis in array.possible_output_axes if array.shape[axis] in biases]
         if fitting or is_kernel:

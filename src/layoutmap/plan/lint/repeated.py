@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
+from layoutmap.plan.lint.suggest import make_bias_layout
 from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix, list_sharding_dims_in_compute
 from layoutmap.plan.problems import Problem
 
@@ -49,6 +50,11 @@ def find_less_sharded_blocks(linted: LintedPlan) -> Iterator[Finding]:
             # A path with several numbers is in nested blocks, so report only the innermost one.
             if over < usual and (known is None or len(known.block) < len(block)):
                 found[id(a)] = _LessShardedWeight(block, a, sibling, usual - over, f"{count} of {len(group)}")
+    # A bias is sharded as its kernel, which may be sharded by its input, so a bias alone is no exception.
+    for w in linted.weights:
+        kernel = linted.find_kernel_of_bias(w)
+        if kernel and id(kernel.assignment) not in found and make_bias_layout(w, kernel) is None:
+            found.pop(id(w.assignment), None)
     blocks: dict[tuple[str, str], list[_LessShardedWeight]] = defaultdict(list)
     for odd in found.values():
         blocks[odd.assignment.variable.model, odd.block].append(odd)
@@ -56,7 +62,7 @@ def find_less_sharded_blocks(linted: LintedPlan) -> Iterator[Finding]:
 
 
 def _group_sibling_weights(linted: LintedPlan) -> dict[object, list[tuple[str, Assignment]]]:
-    """Group weights of equal shape with paths that differ in one number, as pairs of a block's path and a weight."""
+    """Group weights of equal shape and use with paths that differ in one number, as pairs: path of a block, weight."""
     groups: dict[object, list[tuple[str, Assignment]]] = defaultdict(list)
     for a in linted.plan.assignments:
         v = a.variable
@@ -65,7 +71,7 @@ def _group_sibling_weights(linted: LintedPlan) -> dict[object, list[tuple[str, A
         for number in _NUMBER.finditer(v.path):
             block = v.path[: number.end()] + v.path[number.end() :].partition(".")[0]
             starred = f"{v.path[: number.start()]}*{v.path[number.end() :]}"
-            groups[v.model, starred, number.start(), v.shape, v.dtype].append((block, a))
+            groups[v.model, starred, number.start(), v.shape, v.dtype, v.use].append((block, a))
     return groups
 
 

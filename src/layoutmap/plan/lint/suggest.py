@@ -20,6 +20,9 @@ from layoutmap.plan.lint.weights import (
     make_sibling_key,
 )
 
+NAMES_OF_EXPERTS = ("expert", "experts")
+"""Usual names of a mesh dim over which experts are sharded."""
+
 
 class LayoutSuggestions:
     """Suggested layouts for the replicated variables of a plan.
@@ -40,7 +43,9 @@ class LayoutSuggestions:
         self._find_changes = find_changes
         mesh = linted.plan.mesh
         dims = [dim for dim in mesh.mesh_dims if dim.size > 1]
-        self._dims = sorted(dims, key=lambda dim: (dim.name in linted.batch_dims, -dim.size))
+        self._dims = sorted(
+            dims, key=lambda dim: (dim.name in linted.batch_dims, dim.name in NAMES_OF_EXPERTS, -dim.size)
+        )
 
     def suggest_layout(self, a: Assignment) -> Layout | None:
         """Return a sharded layout for a replicated variable, or None if no layout fits or it should stay replicated."""
@@ -67,6 +72,11 @@ class LayoutSuggestions:
         for part in self._qkv_by_id.get(id(w), ()):
             if dims := part.list_dims(part.list_axes("out")[0]):
                 return self._make_even_layout(w, out, dims)
+        for bias in self._linted.biases.get((w.assignment.variable.model, w.layer), ()):
+            axes = [axis for axis, role in enumerate(bias.use.roles) if role == w.use.roles[out]]
+            dims = self._remove_batch_dims(bias.list_dims(axes[0])) if axes else ()
+            if dims and id(w) not in self._row_sharded_kernel_ids and not self._is_odd_bias(bias):
+                return self._make_even_layout(w, out, dims)
         if sibling := self._find_sibling_layout(w.assignment):
             return sibling
         if id(w) in self._row_sharded_kernel_ids:
@@ -81,7 +91,10 @@ class LayoutSuggestions:
             return row or self._suggest_layout_over_batch_dim(w, out)
         makers, is_paired = self._linted.kernels_before.get(id(w), ()), id(w) in self._linted.kernels_after
         # If no next kernel reads sharded inputs, sharded outputs would be gathered, so then shard the input axis.
-        if not is_paired and any(maker.list_dims(maker.list_axes("in")[0]) for maker in makers):
+        if not is_paired and any(
+            maker.list_dims(maker.list_axes("in")[0]) or id(maker) in self._row_sharded_kernel_ids
+            for maker in makers
+        ):
             return self._suggest_layout_over_largest_dim(w, into)
         found = self._suggest_layout_over_largest_dim(w, out)
         is_paired = is_paired or bool(makers)
@@ -93,7 +106,7 @@ class LayoutSuggestions:
 
     def _suggest_bias_layout(self, w: Weight) -> Layout | None:
         """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated."""
-        kernel = self._kernels_by_layer.get((w.assignment.variable.model, w.layer))
+        kernel = self._linted.find_kernel_of_bias(w)
         if kernel is None:
             return None
         advised = self._changed_layouts_by_id.get(id(kernel.assignment), kernel.layout)
@@ -107,20 +120,20 @@ class LayoutSuggestions:
         """
         linted = self._linted
         dims = bias.list_dims(bias.use.roles.index(kernel.use.roles[axis]))
-        siblings = [w for w in linted.siblings[make_sibling_key(bias.assignment)] if w is not bias]
         is_row = id(kernel) in self._row_sharded_kernel_ids or is_attention_output(kernel)
         is_stored = {*dims} <= {*linted.batch_dims}
-        if (
-            kernel.list_dims(axis)
-            or (is_row and not is_stored)
-            or sum(w.layout != bias.layout for w in siblings) > len(siblings) / 2
-        ):
+        if kernel.list_dims(axis) or (is_row and not is_stored) or self._is_odd_bias(bias):
             return None
         near = (*linted.kernels_before.get(id(kernel), ()), *linted.kernels_after.get(id(kernel), ()))
         if is_stored or not any(other.list_dims(n) for other in near for n in range(len(other.shape))):
             return self._make_even_layout(kernel, axis, dims)
         layout = self._suggest_kernel_layout(kernel)
         return layout if layout is not None and layout.list_mesh_dims(axis) == dims else None
+
+    def _is_odd_bias(self, bias: Weight) -> bool:
+        """Return whether most of the biases of repeated blocks are sharded differently from this one."""
+        siblings = self._linted.siblings[make_sibling_key(bias.assignment)]
+        return sum(w.layout != bias.layout for w in siblings) > len(siblings) / 2
 
     def _suggest_layout_over_largest_dim(self, w: Weight, axis: int) -> Layout | None:
         """Return the layout with an axis sharded over the largest mesh dim that divides it, or None if no dim does."""
@@ -150,8 +163,10 @@ class LayoutSuggestions:
 
     def _suggest_first_even_axis_layout(self, a: Assignment, axes: Sequence[int]) -> Layout | None:
         """Shard one axis over the largest mesh dim that divides any axis. Return the layout, or None if no dim does."""
-        shape = a.variable.shape
-        for dim in self._dims:
+        shape, dims = a.variable.shape, self._dims
+        if self._linted.is_expert_stack(a):
+            dims = sorted(dims, key=lambda dim: dim.name not in NAMES_OF_EXPERTS)
+        for dim in dims:
             for axis in axes:
                 if shape[axis] and shape[axis] % dim.size == 0:
                     return make_sharded_layout(a.layout, axis, (dim.name,))
@@ -167,10 +182,6 @@ class LayoutSuggestions:
     @cached_property
     def _weights_by_id(self) -> Mapping[int, Weight]:
         return {id(w.assignment): w for w in self._linted.weights}
-
-    @cached_property
-    def _kernels_by_layer(self) -> Mapping[tuple[str, str], Weight]:
-        return {(w.assignment.variable.model, w.layer): w for w in self._linted.kernels}
 
     @cached_property
     def _sibling_layouts(self) -> Mapping[object, Layout]:

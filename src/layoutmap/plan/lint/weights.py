@@ -178,6 +178,16 @@ class LintedPlan:
         return _group_second_weights_by_first(self.kernel_pairs)
 
     @cached_property
+    def kernels_by_layer(self) -> Mapping[tuple[str, str], Weight]:
+        """A dict from the model and path of a layer to its kernel, the last one of several."""
+        return {(w.assignment.variable.model, w.layer): w for w in self.kernels}
+
+    def find_kernel_of_bias(self, w: Weight) -> Weight | None:
+        """Return the kernel of the layer of a bias, or None if the layer has none or the weight is no bias."""
+        is_bias = w.list_axes("out") and not w.list_axes("in")
+        return self.kernels_by_layer.get((w.assignment.variable.model, w.layer)) if is_bias else None
+
+    @cached_property
     def biases(self) -> Mapping[tuple[str, str], Sequence[Weight]]:
         """A dict from the model and path of a layer to its weights with output axes but no summed axis."""
         found: dict[tuple[str, str], list[Weight]] = defaultdict(list)
@@ -305,8 +315,8 @@ def _group_second_weights_by_first(pairs: Iterable[tuple[Weight, Weight]]) -> Ma
 def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Yield each pair of kernels in a block in which the second takes the output of the first.
 
-    These are kernels with the output sizes that only one other kernel has as input sizes, and the kernels of
-    `iterate_fused_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are
+    These are kernels with the output sizes that only one other kernel has as input sizes, or several in turns, and the
+    kernels of `iterate_fused_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are
     found by the names of their layers, and so are two square kernels such as up and down.
     """
     yield from iterate_fused_pairs(block)
@@ -318,7 +328,9 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
         ins[w.list_axis_sizes("in")].append(w)
     for sizes, makers in outs.items():
         takers = ins.get(sizes, [])
-        if len(takers) == 1 and not any(w is takers[0] for w in makers):
+        if len(takers) > 1:
+            yield from _iterate_wide_pairs(sizes, block)
+        elif takers and not any(w is takers[0] for w in makers):
             (taker,) = takers
             yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
     query = linted.find_attention_kernels(block).get("query")
@@ -341,6 +353,27 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             for first in firsts
             if first.list_axis_sizes("in") == first.list_axis_sizes("out")
         )
+
+
+def _iterate_wide_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield the pairs of kernels that output these sizes and take them in turns, as in a model without blocks.
+
+    If an outer size is not smaller, the kernels can also be in the other order: one narrows, and the next one widens.
+    """
+    makers, groups = list[Weight](), list[tuple[list[Weight], Weight]]()
+    for w in block:
+        into, out = w.list_axis_sizes("in"), w.list_axis_sizes("out")
+        if sizes not in (into, out):
+            continue
+        if math.prod(into if out == sizes else out) >= math.prod(sizes) or not (makers or out == sizes):
+            return
+        if out == sizes:
+            makers.append(w)
+        else:
+            groups.append((makers, w))
+            makers = []
+    if not makers and len({len(group) for group, _ in groups}) == 1:
+        yield from ((maker, taker) for group, taker in groups for maker in group)
 
 
 def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
