@@ -154,7 +154,7 @@ def _find_gradient_op_ids(ops: Sequence[Op]) -> Set[int]:
 
 
 class BlockMemory:
-    """Memory of a block's operations in a given order, without arguments and without the values with `kept_ids`."""
+    """Memory of a block's operations in a given order, without arguments and without the values in `kept_ids`."""
 
     def __init__(
         self,

@@ -201,7 +201,7 @@ _sort_ranks: Callable[[frozenset[int]], list[int]] = functools.cache(sorted)
 def _run_for_each_rank(
     has_equal_layouts: bool, func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs
 ) -> object:
-    """Run an operator that `can_run_directly` accepts once for each rank, and return the joined results."""
+    """Run an operator once for each rank (see `can_run_directly`), and return the joined results."""
     traits, order = _classify_operator(func), _sort_ranks(ranks)
     rows = zip(order, *[_iterate_value_by_rank(value, order) for value in args], strict=False)
     named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]

@@ -77,7 +77,7 @@ class _Simulation(SimulationMode):
 
 
 def _find_rank_coordinates(find_coordinates: Function, mesh: DeviceMesh) -> object:
-    """Return the mesh coordinates of the simulated ranks that are in a mesh, as torch's method finds them."""
+    """Return the mesh coordinates of the simulated ranks in a mesh. `find_coordinates` is torch's method."""
     now: Any = enabled_local_tensor_mode()
     return _compute_rank_coordinates(find_coordinates, mesh, now.ranks)
 
