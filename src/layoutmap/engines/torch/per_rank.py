@@ -144,7 +144,7 @@ def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozen
         if isinstance(leaf, LocalTensor):
             ranks = ranks & get_ranks(leaf)
         elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
-            ranks = ranks & get_rank_sizes(leaf.node).keys()
+            ranks = ranks.intersection(get_rank_sizes(leaf.node))
     return ranks
 
 
@@ -195,14 +195,11 @@ def _run_and_write_once(
     return run_loop(func, ranks, _select_list_items(args, others), kwargs)
 
 
-_sort_ranks: Callable[[frozenset[int]], list[int]] = functools.cache(sorted)
-
-
 def _run_for_each_rank(
     has_equal_layouts: bool, func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs
 ) -> object:
     """Run an operator once for each rank (see `can_run_directly`), and return the joined results."""
-    traits, order = _classify_operator(func), _sort_ranks(ranks)
+    traits, order = _classify_operator(func), sorted(ranks)
     rows = zip(order, *[_iterate_value_by_rank(value, order) for value in args], strict=False)
     named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]
     named_rows = zip(*named, strict=False) if named else repeat(())
