@@ -26,12 +26,12 @@ from layoutmap.engines.torch.per_rank import LocalTensor as LocalTensor
 from layoutmap.engines.torch.per_rank import LocalTensorMode as LocalTensorMode
 from layoutmap.engines.torch.per_rank import (
     can_run_directly,
+    construct_local_tensor,
     flatten_args,
     get_rank_sizes,
     local_collectives,
     local_tensors,
     make_cached_group_finder,
-    construct_local_tensor,
     make_rank_loop,
     read_common_size,
     run_for_ranks,

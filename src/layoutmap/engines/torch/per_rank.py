@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
@@ -296,7 +296,8 @@ def _wrap_equal_pieces(
 def update_layout(tensor: LocalTensor) -> None:
     """Replace `LocalTensor._sync_meta`: store the sizes that an operator gave to the tensors of all ranks."""
     changed: Any = construct_local_tensor(LocalTensor, tensor._local_tensors)
-    torch._functionalize_unsafe_set(changed, tensor)  # keep the storage, by which views are recognized
+    # Keep the storage, by which views are recognized.
+    torch._functionalize_unsafe_set(changed, tensor)  # pyright: ignore[reportPrivateImportUsage]
     tensor.data, tensor._size = changed, changed._size
 
 
