@@ -176,7 +176,7 @@ def run_for_ranks(
     func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, leaves: Iterable[object]
 ) -> object:
     """Run an operator that `can_run_directly` accepts for each rank, and return the joined results."""
-    run_loop = functools.partial(_run_for_each_rank, all(map(_stores_layout, leaves)))
+    run_loop = functools.partial(_run_for_each_rank, all(map(_has_stored_layout, leaves)))
     return _run_and_write_once(run_loop, func, find_common_ranks(ranks, leaves), args, kwargs)
 
 
@@ -301,7 +301,7 @@ def update_layout(tensor: LocalTensor) -> None:
     tensor.data, tensor._size = changed, changed._size
 
 
-def _stores_layout(value: object) -> bool:
+def _has_stored_layout(value: object) -> bool:
     """Return whether an argument of an operator has a common layout on all ranks, which it stores."""
     if isinstance(value, LocalTensor):
         return isinstance(value._size, torch.Size)

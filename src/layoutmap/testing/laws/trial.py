@@ -175,7 +175,7 @@ class Trial:
         return self._compare_two_models(self.create_unsharded_model(), self.create_unsharded_model())
 
     def _compare_perturbed_model(self) -> Iterator[ParityRow]:
-        """Compare an unsharded model with one whose weights and batch are changed by one rounding error each."""
+        """Compare an unsharded model with one after changing weights and batch by one rounding error each."""
         signs, step, reference = (
             np.random.default_rng(0),
             EPSILONS[self.case.precision],
