@@ -25,7 +25,7 @@ from layoutmap.engines.torch.per_rank import LocalIntNode as LocalIntNode
 from layoutmap.engines.torch.per_rank import LocalTensor as LocalTensor
 from layoutmap.engines.torch.per_rank import LocalTensorMode as LocalTensorMode
 from layoutmap.engines.torch.per_rank import (
-    can_run_directly,
+    can_run_without_simulation_mode,
     construct_local_tensor,
     flatten_args,
     get_rank_sizes,
@@ -34,7 +34,7 @@ from layoutmap.engines.torch.per_rank import (
     make_cached_group_finder,
     make_rank_loop,
     read_common_size,
-    run_for_ranks,
+    run_operator_for_ranks,
     update_layout,
 )
 from layoutmap.engines.torch.per_rank import enabled_local_tensor_mode as enabled_local_tensor_mode
@@ -194,9 +194,9 @@ def _make_direct_dispatch(dispatch: Any) -> object:
         if (size := read_common_size(func, args)) is not None:
             return size
         leaves = flatten_args(args, kwargs or {})
-        if can_run_directly(func, leaves):
+        if can_run_without_simulation_mode(func, leaves):
             ranks = next(get_ranks(leaf) for leaf in leaves if isinstance(leaf, LocalTensor))
-            return run_for_ranks(func, ranks, args, kwargs or {}, leaves)
+            return run_operator_for_ranks(func, ranks, args, kwargs or {}, leaves)
         return dispatch.__func__(cls, func, types, args, kwargs)
 
     # Torch excludes its own function from torch.compile, so exclude this one, too.

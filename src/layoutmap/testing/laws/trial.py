@@ -27,7 +27,7 @@ from layoutmap.inspecting.parity import (
     make_unsharded_model,
     rescale_errors_by_rounding,
 )
-from layoutmap.inspecting.rounding import perturb_arrays
+from layoutmap.inspecting.rounding import make_perturbed_arrays
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.process_group import MeshProcesses
 from layoutmap.scope.scope import build
@@ -186,7 +186,9 @@ class Trial:
             reference,
             lambda value: 1 + step * signs.choice([-1, 1], value.shape),
         )
-        return self._compare_two_models(reference, moved, perturb_arrays(self.case.batch, signs, TOLERANCE))
+        return self._compare_two_models(
+            reference, moved, make_perturbed_arrays(self.case.batch, signs, TOLERANCE)
+        )
 
     def _compare_in_float32(self) -> Iterator[ParityRow]:
         """Yield the differences between an unsharded model and a float32 model of equal weights: its rounding."""
@@ -258,8 +260,8 @@ class Trial:
         if is_shared_pair and any(row.stage != "weights" and not row.agrees for row in report.rows):
             return
         stage, num_rows = "fewer rows", self.case.rows * 2 // 3
-        expected = self._fit_fewer_rows(reference, slice_rows(batch, num_rows))
-        actual = self._fit_fewer_rows(other, slice_rows(other_batch, num_rows))
+        expected = self._train_on_fewer_rows(reference, slice_rows(batch, num_rows))
+        actual = self._train_on_fewer_rows(other, slice_rows(other_batch, num_rows))
         # Some models diverge, because all have the same learning rate, so compare only finite numbers.
         if all(np.isfinite(number).all() for number in expected.values()):
             yield from compare_logged_numbers(stage, expected, actual, TOLERANCE)
@@ -268,7 +270,7 @@ class Trial:
                     adapter, stage, reference, other, TOLERANCE, report.only_rounding
                 )
 
-    def _fit_fewer_rows(self, model: Any, fewer_rows: object) -> dict[str, float]:
+    def _train_on_fewer_rows(self, model: Any, fewer_rows: object) -> dict[str, float]:
         """Train a step on fewer rows, and return its logs. Keras models run `fit` with a smaller last batch instead."""
         # In several processes, `fit` takes only the rows of its process, so train without it.
         if self.case.library != "keras" or self.processes.has_other_processes:
