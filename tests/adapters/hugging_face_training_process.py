@@ -146,8 +146,8 @@ def make_optimizer(weights, name):
     return torch.optim.AdamW(weights, lr=1e-2, eps=1e-3)
 
 
-def train_by_accelerate(folder, rows="global", optimizer="adamw"):
-    model = make_model(Net, rows)
+def train_by_accelerate(folder, rows="global", optimizer="adamw", make=Net):
+    model = make_model(make, rows)
     data = torch.stack([each["input_ids"] for each in draw_data(22 if rows == "global" else 20, 1)])
     order = torch.Generator().manual_seed(0)
     loader = torch.utils.data.DataLoader(data, count_rows(4, rows), shuffle=True, generator=order)
@@ -160,7 +160,7 @@ def train_by_accelerate(folder, rows="global", optimizer="adamw"):
     for epoch in range(3):
         for rows in loader:
             with accelerator.accumulate(model):
-                output = model(rows, rows)
+                output = model(input_ids=rows, labels=rows)
                 loss = output["loss"]
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
@@ -187,6 +187,10 @@ def add_lora(model):
     return peft.get_peft_model(
         model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     )
+
+
+def make_lora():
+    return add_lora(make_llama())
 
 
 def train_by_lightning(folder, make=make_llama, optimizer="adamw"):
@@ -228,7 +232,7 @@ def train_by_lightning(folder, make=make_llama, optimizer="adamw"):
 
 CASES = {
     "lightning": lambda folder, _: train_by_lightning(folder),
-    "lightning lora": lambda folder, _: train_by_lightning(folder, lambda: add_lora(make_llama())),
+    "lightning lora": lambda folder, _: train_by_lightning(folder, make_lora),
     "lightning sgd": lambda folder, _: train_by_lightning(folder, optimizer="sgd"),
     "adamw": lambda folder, _: train_by_trainer(folder, **activation_checkpoints(use_reentrant=False)),
     "sgd": lambda folder, _: train_by_trainer(
@@ -241,6 +245,7 @@ CASES = {
     "resumed": lambda folder, resume: train_by_trainer(folder, resume=resume),
     "loop": lambda folder, _: train_by_accelerate(folder),
     "loop sgd": lambda folder, _: train_by_accelerate(folder, optimizer="sgd"),
+    "loop lora": lambda folder, _: train_by_accelerate(folder, make=make_lora),
     "sft": lambda folder, _: train_by_sft_trainer(folder),
     "sft sgd": lambda folder, _: train_by_sft_trainer(folder, optim="sgd"),
     "sft lora": lambda folder, _: train_by_sft_trainer(folder, lora=True),

@@ -23,7 +23,7 @@ import layoutmap as lm
 
 WORKER = Path(__file__).with_name("hugging_face_process.py")
 TRAINED = ("adamw", "loop")
-TRAINED_LONG = ("sgd", "bf16", "lora", "lora sgd", "loop sgd", "module", "resumed")
+TRAINED_LONG = ("sgd", "bf16", "lora", "lora sgd", "loop sgd", "loop lora", "module", "resumed")
 TRAINED_LONG += ("lightning", "lightning sgd", "lightning lora")
 SFT = ("sft", "sft sgd", "sft lora")
 OWN_ROWS = ("own rows", "own rows loop", "own rows sgd")

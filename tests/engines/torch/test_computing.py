@@ -458,6 +458,16 @@ def test_the_shape_is_changed_in_place(name, specs, in_call):
     torch.testing.assert_close([whole(each) for each in actual], [each.detach() for each in expected])
 
 
+def test_the_shape_of_a_shard_is_changed_in_place():
+    """A simulated shard stores its sizes, and has new ones after an operator changed or resized it."""
+    shard = place(torch.arange(32.0).view(8, 4), "batch", None).to_local()
+    moved, resized = shard.clone().t_(), torch.add(shard, 1, out=shard.new_empty(0))
+
+    assert [(4, 4), (4, 4), (1, 4)] == [tuple(moved.shape), tuple(resized.shape), moved.stride()]
+    assert torch.equal(torch.arange(16.0).view(4, 4).T, simulation.get_first_local_tensor(moved))
+    assert (20,) == tuple(moved.resize_(20).shape)
+
+
 @pytest.mark.filterwarnings("ignore::layoutmap.LayoutMapWarning")
 def test_the_shape_is_changed_in_place_of_what_has_a_slice():
     """The slice that is a copy stays one of the same rows: what changes it changes the tensor in its new shape."""

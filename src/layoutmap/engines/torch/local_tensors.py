@@ -26,15 +26,16 @@ from layoutmap.engines.torch.per_rank import LocalTensor as LocalTensor
 from layoutmap.engines.torch.per_rank import LocalTensorMode as LocalTensorMode
 from layoutmap.engines.torch.per_rank import (
     can_run_without_simulation_mode,
+    construct_local_tensor,
     flatten_args,
     get_rank_sizes,
     local_collectives,
     local_tensors,
     make_cached_group_finder,
-    make_common_meta_reader,
     make_rank_loop,
     read_common_size,
     run_operator_for_ranks,
+    update_layout,
 )
 from layoutmap.engines.torch.per_rank import enabled_local_tensor_mode as enabled_local_tensor_mode
 from layoutmap.engines.torch.per_rank import get_rank_tensors as get_rank_tensors
@@ -51,11 +52,11 @@ check_names_exist(
     (DeviceMesh, "_rank_map"),
     (
         local_tensors,
-        "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func _compute_local_tensor_meta",
+        "_PROCESS_MODE _THREAD_LOCAL_TENSOR_MODE _for_each_rank_run_func",
     ),
     (local_tensors, "_LocalDeviceMesh _PATCHED_DEVICE_MESH_METHODS"),
     (local_collectives, "_get_default_group _prepare_collective_groups"),
-    (LocalTensor, "__torch_dispatch__"),
+    (LocalTensor, "__new__ __torch_dispatch__ _sync_meta"),
     (Shard, "local_shard_size_and_offset"),
     (StridedShard, "_to_replicate_tensor local_shard_size_and_offset"),
     (LocalTensorMode, "_patch_device_mesh _unpatch_device_mesh _disable"),
@@ -168,7 +169,8 @@ def make_simulation_patches(
             functools.partial(_make_gather_of_unequal_shards, type(mode)),
         ),
         AttributePatch(local_tensors, "_for_each_rank_run_func", make_rank_loop),
-        AttributePatch(local_tensors, "_compute_local_tensor_meta", make_common_meta_reader),
+        AttributePatch(LocalTensor, "__new__", lambda _: staticmethod(construct_local_tensor)),
+        AttributePatch(LocalTensor, "_sync_meta", lambda _: update_layout),
         AttributePatch(LocalTensor, "__torch_dispatch__", _make_dispatch_without_simulation_mode),
         AttributePatch(DTensor, "__reduce_ex__", make_reduce_ex),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
-from layoutmap.engines.torch.modes import correct_aliases
+from layoutmap.engines.torch.modes import correct_aliases, skip_function_modes
 from layoutmap.engines.torch.operators import (
     OPERATORS,
     Args,
@@ -45,7 +45,10 @@ __all__ = ["local_collectives", "local_tensors"]
 check_names_exist(
     "torch",
     (local_tensors, "_combine_rank_results _get_rng_state _set_rng_state"),
-    (LocalTensor, "_local_tensors _ranks"),
+    (LocalTensor, "_local_tensors _ranks _size"),
+    (torch.Tensor, "_make_wrapper_subclass"),
+    (torch, "_functionalize_unsafe_set"),
+    (torch._C, "_set_throw_on_mutable_data_ptr"),
     (LocalIntNode, "_local_ints"),
 )
 
@@ -61,7 +64,6 @@ def get_rank_tensors(local: LocalTensor) -> dict[int, torch.Tensor]:
     return dict(local._local_tensors)
 
 
-_NO_KEYS = torch._C.DispatchKeySet.from_raw_repr(0)
 _NEW_LOCAL_TENSOR: Any = inspect.unwrap(cast(Any, LocalTensor).__new__)
 _TENSOR_TYPES = frozenset((LocalTensor, torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 # For these operators, torch's simulation returns special results, such as empty pieces for ranks with fewer splits, so
@@ -138,11 +140,12 @@ def find_common_ranks(ranks: frozenset[int], leaves: Iterable[object]) -> frozen
     If a forward pass ran for only some of the simulated ranks, the tensors in its backward pass have only these.
     """
     for leaf in leaves:
-        leaf = getattr(leaf, "elem", leaf)  # unwrap the result of a running collective
+        if not isinstance(leaf, LocalTensor):
+            leaf = getattr(leaf, "elem", leaf)  # unwrap the result of a running collective
         if isinstance(leaf, LocalTensor):
             ranks = ranks & get_ranks(leaf)
         elif isinstance(leaf, torch.SymInt) and isinstance(leaf.node, LocalIntNode):  # pyright: ignore[reportUnknownMemberType]
-            ranks = ranks & get_rank_sizes(leaf.node).keys()
+            ranks = ranks.intersection(get_rank_sizes(leaf.node))
     return ranks
 
 
@@ -176,9 +179,8 @@ def run_operator_for_ranks(
     func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, leaves: Iterable[object]
 ) -> object:
     """Run an operator that `can_run_without_simulation_mode` accepts for each rank, and return the joined results."""
-    return _run_for_ranks_and_write_once(
-        _run_for_each_rank, func, find_common_ranks(ranks, leaves), args, kwargs
-    )
+    run_loop = functools.partial(_run_for_each_rank, all(map(_has_stored_layout, leaves)))
+    return _run_for_ranks_and_write_once(run_loop, func, find_common_ranks(ranks, leaves), args, kwargs)
 
 
 def _run_for_ranks_and_write_once(
@@ -196,35 +198,47 @@ def _run_for_ranks_and_write_once(
     return run_loop(func, ranks, _select_list_items(args, others), kwargs)
 
 
-def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
+def _run_for_each_rank(
+    has_equal_layouts: bool, func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs
+) -> object:
     """Run an operator once for each rank (see `can_run_without_simulation_mode`), and return the joined results."""
     traits, order = _determine_operator_traits(func), sorted(ranks)
-    columns = [_iterate_value_by_rank(value, order) for value in args]
+    rows = zip(order, *[_iterate_value_by_rank(value, order) for value in args], strict=False)
     named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]
-    rows = zip(*columns, strict=False) if columns else repeat(())
     named_rows = zip(*named, strict=False) if named else repeat(())
     state = local_tensors._get_rng_state() if traits.is_random else None
     results: dict[int, Any] = {}
-    for rank, row, named_row in zip(order, rows, named_rows, strict=False):
+    for (rank, *row), named_row in zip(rows, named_rows, strict=False):
         if state is not None:
             local_tensors._set_rng_state(*state)  # so that all ranks draw equal numbers
         results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
     if traits.is_in_place:
         return args[0]
-    joined = _join_rank_results(results)
+    joined = _join_rank_results(results, has_equal_layouts)
     if not traits.can_alias:
         return joined
+    for value in kwargs.values():  # an operator may resize `out`
+        if isinstance(value, LocalTensor) and value._size != next(iter(value._local_tensors.values())).shape:
+            update_layout(value)
     return correct_aliases(func, args, kwargs, joined)
 
 
-def _join_rank_results(results: dict[int, Any]) -> object:
-    """Return the results of all ranks as one result, with `LocalTensor`s in place of tensors."""
+def _join_rank_results(results: dict[int, Any], has_equal_layouts: bool) -> object:
+    """Return the results of all ranks as one result, with `LocalTensor`s in place of tensors.
+
+    Args:
+        results: The result of each rank.
+        has_equal_layouts: Whether the arguments had a common layout, so that results of one shape have one, too.
+    """
     first = next(iter(results.values()))
     if isinstance(first, torch.Tensor):
-        return _NEW_LOCAL_TENSOR(LocalTensor, results)
+        shape = first.shape
+        if has_equal_layouts and all(each.shape == shape for each in results.values()):
+            return _wrap_equal_pieces(LocalTensor, results, False, _read_layout(first))
+        return construct_local_tensor(LocalTensor, results)
     if is_sequence(first):
         return type(first)(
-            _join_rank_results(dict(zip(results, row, strict=True)))
+            _join_rank_results(dict(zip(results, row, strict=True)), has_equal_layouts)
             for row in zip(*results.values(), strict=True)
         )
     return local_tensors._combine_rank_results(results, None)
@@ -243,24 +257,58 @@ def _iterate_value_by_rank(value: object, ranks: Sequence[int]) -> Iterable[obje
     return repeat(value)
 
 
-def make_common_meta_reader(read_meta: Function) -> Function:
-    """Return a faster replacement of torch's `read_meta`, which reads the shape and strides common to all ranks.
+def construct_local_tensor(cls: Any, pieces: dict[int, Any], requires_grad: bool = False) -> object:
+    """Replace `LocalTensor.__new__`: if all ranks have equal sizes, make a tensor that stores them.
 
-    Torch compares each size of each rank. Tensors of equal shape, strides, and type take one comparison per rank here.
+    Torch's own tensors call Python each time that torch reads a size, which is more often than it runs operators.
     """
+    first, *others = map(_read_layout, pieces.values())
+    if all(each == first for each in others):
+        return _wrap_equal_pieces(cls, pieces, requires_grad, first)
+    return _NEW_LOCAL_TENSOR(cls, pieces, requires_grad)
 
-    @functools.wraps(read_meta)
-    def read_common_meta(pieces: Mapping[int, torch.Tensor]) -> object:
-        first, *others = pieces.values()
-        shape, strides, dtype = first.shape, first.stride(), first.dtype
-        for piece in (first, *others):
-            if piece.shape != shape or piece.dtype != dtype or piece.layout != first.layout:
-                return read_meta(pieces)
-            if piece.stride() != strides or piece.is_neg() or piece.is_conj():
-                return read_meta(pieces)
-        return list(shape), list(strides), first.device, dtype, first.layout, _NO_KEYS
 
-    return read_common_meta
+def _read_layout(piece: torch.Tensor) -> tuple[Any, ...]:
+    """Return the properties of a rank's tensor that a `LocalTensor` has, too."""
+    special = type(piece) is not torch.Tensor or piece.requires_grad or piece.is_neg() or piece.is_conj()
+    return special, piece.shape, piece.stride(), piece.storage_offset(), piece.dtype, piece.device
+
+
+def _wrap_equal_pieces(
+    cls: Any, pieces: dict[int, Any], requires_grad: bool, layout: tuple[Any, ...]
+) -> object:
+    """Return a `LocalTensor` of tensors with a common layout. It stores the layout unless the tensors are special."""
+    special, shape, strides, offset, dtype, device = layout
+    if special:
+        return _NEW_LOCAL_TENSOR(cls, pieces, requires_grad)
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        cls,
+        shape,
+        strides=strides,
+        storage_offset=offset,
+        dtype=dtype,
+        device=device,
+        requires_grad=requires_grad,
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made._local_tensors, made._ranks, made._size = pieces, frozenset(pieces), shape
+    return made
+
+
+@skip_function_modes
+def update_layout(tensor: LocalTensor) -> None:
+    """Replace `LocalTensor._sync_meta`: store the sizes that an operator gave to the tensors of all ranks."""
+    changed: Any = construct_local_tensor(LocalTensor, tensor._local_tensors)
+    # Keep the storage, by which views are recognized.
+    torch._functionalize_unsafe_set(changed, tensor)  # pyright: ignore[reportPrivateImportUsage]
+    tensor.data, tensor._size = changed, changed._size
+
+
+def _has_stored_layout(value: object) -> bool:
+    """Return whether an argument of an operator has a common layout on all ranks, which it stores."""
+    if isinstance(value, LocalTensor):
+        return isinstance(value._size, torch.Size)
+    return not isinstance(value, torch.SymInt)
 
 
 def make_cached_group_finder(prepare_groups: Function) -> Function:

@@ -81,15 +81,20 @@ class _Simulation(SimulationMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@skip_function_modes  # torch holds a lock here, and would deadlock if a function mode called torch
 def _find_rank_coordinates(find_coordinates: Function, mesh: DeviceMesh) -> object:
     """Return the mesh coordinates of the simulated ranks in a mesh. `find_coordinates` is torch's method."""
-    ranks = frozenset(list_ranks_of_root_mesh(mesh))
     now: Any = enabled_local_tensor_mode()
-    if now.ranks <= ranks:
+    return _compute_rank_coordinates(find_coordinates, mesh, now.ranks)
+
+
+@functools.lru_cache(maxsize=256)  # DTensor reads them in every operator
+@skip_function_modes  # torch holds a lock here, and would deadlock if a function mode called torch
+def _compute_rank_coordinates(
+    find_coordinates: Function, mesh: DeviceMesh, simulated: frozenset[int]
+) -> object:
+    """Return the mesh coordinates of those simulated ranks that are in a mesh."""
+    with _Simulation(simulated & frozenset(list_ranks_of_root_mesh(mesh))):
         return find_coordinates(mesh)
-    with _Simulation(now.ranks & ranks):
-        return mesh.get_coordinate()
 
 
 def _has_value_per_rank(value: object) -> bool:

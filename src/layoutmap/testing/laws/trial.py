@@ -27,6 +27,7 @@ from layoutmap.inspecting.parity import (
     make_unsharded_model,
     rescale_errors_by_rounding,
 )
+from layoutmap.inspecting.rounding import make_perturbed_arrays
 from layoutmap.scope.plan import Plan
 from layoutmap.scope.process_group import MeshProcesses
 from layoutmap.scope.scope import build
@@ -174,7 +175,7 @@ class Trial:
         return self._compare_two_models(self.create_unsharded_model(), self.create_unsharded_model())
 
     def _compare_perturbed_model(self) -> Iterator[ParityRow]:
-        """Compare an unsharded model with one in which each weight is changed by one rounding error."""
+        """Compare an unsharded model with one after changing weights and batch by one rounding error each."""
         signs, step, reference = (
             np.random.default_rng(0),
             EPSILONS[self.case.precision],
@@ -185,7 +186,9 @@ class Trial:
             reference,
             lambda value: 1 + step * signs.choice([-1, 1], value.shape),
         )
-        return self._compare_two_models(reference, moved)
+        return self._compare_two_models(
+            reference, moved, make_perturbed_arrays(self.case.batch, signs, TOLERANCE)
+        )
 
     def _compare_in_float32(self) -> Iterator[ParityRow]:
         """Yield the differences between an unsharded model and a float32 model of equal weights: its rounding."""
@@ -235,16 +238,20 @@ class Trial:
         return model
 
     def _compare_two_models(
-        self, reference: object, other: object, *, is_shared_pair: bool = False
+        self, reference: object, other: object, other_batch: Any = None, *, is_shared_pair: bool = False
     ) -> Iterator[ParityRow]:
         """Compare two models by their outputs, gradients, three steps, and a step with fewer rows.
 
-        Elements whose gradients are only rounding errors are excluded. For two unsharded models, the elements that were
-        excluded for the shared pair are excluded, and no others.
+        `other` gets `other_batch`, or if that is None the batch of the case. Elements whose gradients are only rounding
+        errors are excluded. For two unsharded models, the elements that were excluded for the shared pair are excluded,
+        and no others.
         """
         batch, adapter = self.case.batch, self.adapter
+        other_batch = batch if other_batch is None else other_batch
         left_out = None if is_shared_pair else self._excluded
-        report = compare_models(adapter, reference, other, batch, tolerance=TOLERANCE, left_out=left_out)
+        report = compare_models(
+            adapter, reference, other, batch, other_batch=other_batch, tolerance=TOLERANCE, left_out=left_out
+        )
         if is_shared_pair:
             self._excluded = report.only_rounding
         yield from (row for row in report.rows if row.stage != "weights")
@@ -252,11 +259,9 @@ class Trial:
         # because their differences are estimates of the rounding in each stage.
         if is_shared_pair and any(row.stage != "weights" and not row.agrees for row in report.rows):
             return
-        stage, fewer = "fewer rows", slice_rows(batch, self.case.rows * 2 // 3)
-        expected, actual = (
-            self._train_on_fewer_rows(reference, fewer),
-            self._train_on_fewer_rows(other, fewer),
-        )
+        stage, num_rows = "fewer rows", self.case.rows * 2 // 3
+        expected = self._train_on_fewer_rows(reference, slice_rows(batch, num_rows))
+        actual = self._train_on_fewer_rows(other, slice_rows(other_batch, num_rows))
         # Some models diverge, because all have the same learning rate, so compare only finite numbers.
         if all(np.isfinite(number).all() for number in expected.values()):
             yield from compare_logged_numbers(stage, expected, actual, TOLERANCE)
