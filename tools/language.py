@@ -16,7 +16,7 @@ _WORDS = Path(__file__).with_name("language_words.txt")
 _PREDICATES = frozenset(
     ["is", "has", "can", "was", "are", "should", "needs", "owns", "uses", "supports", "allows"]
 )
-_PREFIXES = frozenset(["to", "from", "as", "on", "num", "test", "visit"])
+_PREFIXES = frozenset(["to", "from", "as", "on", "num", "test", "visit", "with"])
 _JOINTS = frozenset(["from", "for", "to", "per"])
 _DECORATED = re.compile(
     r"property|setter|overload|fixture|contextmanager|given|composite|law\b|register|\.add\b|\.impl\b"

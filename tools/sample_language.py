@@ -83,7 +83,7 @@ def list_paragraphs(text: str) -> Iterator[tuple[int, str]]:
 
 def draw(seed: int) -> dict[str, list[str]]:
     """Return the drawn texts of each kind, each after its place."""
-    sources = sorted((ROOT / "src").rglob("*.py"))
+    sources = [each for each in sorted((ROOT / "src").rglob("*.py")) if not each.stem.endswith("_pb2")]
     pages = sorted((ROOT / "docs").rglob("*.md"))
     listers = dict(
         zip(SIZES, (list_names, list_docstrings, list_comments, list_messages, list_paragraphs), strict=True)

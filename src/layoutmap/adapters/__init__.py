@@ -170,7 +170,7 @@ def forbid_models_of_other_libraries(adapter: ModelAdapter) -> Generator[None]:
 
 
 def find_model_adapter(model: Any) -> ModelAdapter | None:
-    """Return the adapter of the library that a model belongs to, or None if no library owns it."""
+    """Return the adapter of the library that a model belongs to, or None if it belongs to no library."""
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     names = [name for name in ADAPTERS if name in packages]
     if not names and "jax" in sys.modules:

@@ -26,7 +26,7 @@ def read_state(data: object) -> Any:
 
 
 def make_state_restore_function(data: object) -> Callable[[], object]:
-    """Return a function that restores the present state of `data`. For an object without a state, it does nothing."""
+    """Return a function that restores the present state of `data`. Without a state, the function does nothing."""
     if isinstance(data, Mapping):
         values = cast("Mapping[Any, Any]", data).values()
         restore_functions = list(map(make_state_restore_function, values))

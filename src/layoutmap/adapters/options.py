@@ -52,7 +52,7 @@ Rows = Literal["global", "own"]
 
 
 class OptionsByName(TypedDict, total=False):
-    """All scope options by name, also those only for torch, for editors and type checkers."""
+    """Types of all scope options, including those only for torch, for editors and type checkers."""
 
     strict: bool
     batch_dim: BatchDim | None

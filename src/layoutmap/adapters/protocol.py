@@ -287,7 +287,7 @@ class TrainingAdapter(ModelAdapter, Protocol):
         return make_model()
 
     def forward(self, model: Any, batch: Any) -> Any:
-        """Return a model's inference outputs for a batch as numpy arrays, in the model's nesting."""
+        """Return a model's inference outputs for a batch, as numpy arrays that are nested like the outputs."""
         ...
 
     def gradients(self, model: Any, batch: Any) -> tuple[dict[str, float], dict[str, Any]]:
@@ -346,7 +346,7 @@ class CheckpointAdapter(ModelAdapter, Protocol):
     def restore_variables(
         self, model: Any, optimizer: Any, arrays: Iterable[tuple[str, Any]]
     ) -> tuple[Any, Any]:
-        """Assign new values, and return the model and its optimizer. Immutable ones are replaced by copies.
+        """Assign new values, and return the model and its optimizer, or changed copies of immutable ones.
 
         Args:
             model: The model.

@@ -22,7 +22,7 @@ def preserve_python_and_numpy_states() -> Generator[None]:
 
 
 def seed_python_and_numpy(seed: int) -> None:
-    """Seed Python and numpy."""
+    """Seed the random generators of Python and numpy."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
 

@@ -215,7 +215,7 @@ def _split_and_permute_axes(
 def _iterate_boxes_in_block(
     index: Index, axes: ArrayAxes, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, list[Span]]]:
-    """Split a block into boxes, contiguous on each named axis. Yield a box's index and its range on each."""
+    """Split a block into boxes that are one range on every named axis. Yield a box's index and its ranges."""
     dims = [[get_atom_size(atom, sizes) for atom in axis] for axis in axes]
     ranges = [
         list(_split_range_of_merged_axis(part.start, part.stop, each))
@@ -236,7 +236,7 @@ def _iterate_boxes_in_block(
 
 
 def _split_range_of_merged_axis(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
-    """Split a range of an axis that merges axes of sizes `dims`. Yield boxes, each as ranges on those axes."""
+    """Split a range of an axis that merges axes of sizes `dims`. Yield boxes, each as a range on every merged axis."""
     if start >= stop:
         return
     if not dims:
@@ -258,7 +258,7 @@ def _split_range_of_merged_axis(start: int, stop: int, dims: Sequence[int]) -> I
 def _iterate_covering_blocks(
     array_axes: ArrayAxes, spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[Index, dict[str, Span]]]:
-    """Yield the blocks of an array that cover `spans`, each with a dict from axis name to the covered range."""
+    """Yield blocks of an array that together cover the ranges `spans`, each with its range on every named axis."""
     axes = [list(_iterate_covering_ranges(axis, spans, sizes)) for axis in array_axes]
     for chosen in itertools.product(*axes):
         found = {name: span for _, own in chosen for name, span in own.items()}
@@ -268,7 +268,7 @@ def _iterate_covering_blocks(
 def _iterate_covering_ranges(
     axis: Sequence[AxisAtom], spans: Mapping[str, Span], sizes: Mapping[str, int]
 ) -> Iterator[tuple[slice, dict[str, Span]]]:
-    """Yield the ranges of one axis that cover `spans`, each with a dict from axis name to the covered range."""
+    """Yield ranges of one axis that together cover the ranges `spans`, each with its range on every named axis."""
     dims = [get_atom_size(atom, sizes) for atom in axis]
     wanted = [(a.index, a.index + 1) if isinstance(a, AxisPart) else spans[a] for a in axis]
     split = len(axis) - 1  # axes after `split` are read in full; axes before it need one range per position
@@ -318,7 +318,9 @@ def _parse_array_axes(text: str) -> ArrayAxes:
             else:
                 group.append(atom)
         else:
-            raise ValueError(f"{token!r} cannot be parsed in {text.strip()!r}")
+            raise ValueError(
+                f"{token!r} cannot be parsed in {text.strip()!r}: axes are names, names in parentheses, or parts as 1/3"
+            )
     if group is not None:
         raise ValueError(f"a parenthesis is not closed in {text.strip()!r}")
     return tuple(found)

@@ -191,7 +191,9 @@ def _convert_to_int64_array(values: Sequence[Any], shape: tuple[int, ...]) -> Nu
     found = np.array(values)
     # For text, fractions, or numbers over 64 bits in a damaged file, numpy chooses a different dtype, so check it.
     if found.size and (found.dtype != np.int64 or found.shape != shape):
-        raise ValueError(f"chunk numbers are {found.dtype}{list(found.shape)}, not int64{list(shape)}")
+        raise ValueError(
+            f"the integers in chunk rows are {found.dtype}{list(found.shape)}, and must be int64{list(shape)}"
+        )
     return found.reshape(shape).astype(np.int64, copy=False)
 
 

@@ -67,8 +67,8 @@ def get_safetensors_dtype_and_count(name: str, itemsize: int) -> tuple[str, int]
     """Return the safetensors code that stores a dtype, and the number of values of this code per element.
 
     Example:
-        >>> [get_safetensors_dtype_and_count(*each) for each in (("bfloat16", 2), ("int4", 1), ("complex128", 16))]
-        [('BF16', 1), ('U8', 1), ('U64', 2)]
+        >>> [get_safetensors_dtype_and_count(*each) for each in (("int4", 1), ("complex128", 16))]
+        [('U8', 1), ('U64', 2)]
     """
     if name in SAFETENSORS:
         return SAFETENSORS[name], 1

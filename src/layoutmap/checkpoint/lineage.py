@@ -116,7 +116,7 @@ class StepHistory:
         self._distrusted.discard(saved.step)
 
     def mark_step_as_damaged(self, step: int) -> None:
-        """Let `read_lineages` list a step in `damaged`, even if its lineage is readable."""
+        """Make `read_lineages` add a step to `damaged`, even if its lineage is readable."""
         self.forget_step(step)
         self._distrusted.add(step)
 
@@ -186,11 +186,11 @@ def _read_lineage(storage: Storage, step: int) -> SavedStep | None:
         are_numbers = all(type(value) in (int, float) for value in saved.metrics.values())
         return saved if is_right and are_numbers else None
     except (CheckpointError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None  # the step was deleted meanwhile, or is damaged, so opening it raises an error
+        return None  # do not raise, because the other steps are readable; opening this step raises
 
 
 def _read_facts_from_manifest(storage: Storage, step: int, num_bytes: int, *, is_whole: bool) -> Any:
-    """Return a manifest's entries before `metadata`, or `None` if its first `num_bytes` bytes end before it."""
+    """Return a manifest's entries before `metadata`, or `None` if its first `num_bytes` bytes lack some of them."""
     check_size_limit(f"{storage.where}/{storage.get_folder_name(step)}/{NAME}", num_bytes)
     data = bytearray(num_bytes)
     count = storage.read_file_into(storage.get_folder_name(step), NAME, 0, memoryview(data))

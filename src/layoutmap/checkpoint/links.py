@@ -266,7 +266,7 @@ class FolderLink:
         return begin
 
     def receive_files(self, begin: BeginRecord, spool: Path) -> Path:
-        """Return the folder of the files, which the sender wrote, after checking their names, sizes, and checksums."""
+        """Check the names, sizes, and checksums of the files that the sender wrote, and return their folder."""
         names = {each.name for each in self._received.iterdir()} - {"stream"}
         if names != self._files.keys() or not all(map(_FILE_NAME.fullmatch, names)):
             difference = ", ".join(sorted(names ^ self._files.keys()))

@@ -150,9 +150,9 @@ class ModelValues:
         return found
 
     def make_block_reader(self, variable: VariableSpec) -> Callable[[Index], NumpyArray] | None:
-        """Return a function that reads blocks of a variable's saved values, or `None` if it has none to load."""
+        """Return a function that reads blocks of a variable's saved values, or `None` if no values are to be loaded."""
         saved = None if self._closed or _is_random_key(variable) else self.find_saved_variable(variable)
-        # A new variable's path may still change, and may now be that of another saved variable, so compare the shapes.
+        # While a model is built, a path may change, and may now equal that of another variable, so compare the shapes.
         if saved is None or saved.shape != variable.shape:
             return None
         self.read_paths.add(variable.path)

@@ -103,7 +103,7 @@ class RenamedSource(Source):
                 axes = _make_default_axes(len(known[0].shape))
                 sizes = solve_axis_sizes([(axes, known[0].shape)]) or {}
                 self.add_variable(slot_path, known[0].shape, [SourcePart(names[0], axes, axes, sizes)])
-            else:  # the slot has only some axes of a variable whose axes change, so it is unknown how they change
+            else:  # the slot lacks some axes of its variable, so it is unknown how the table changes the slot's axes
                 continue
             self._remove_tensors(names)
 
@@ -124,7 +124,7 @@ class RenamedSource(Source):
     def list_unmatched_lines(self, paths: Iterable[str]) -> list[str]:
         """Return the path patterns of the lines of `names={..}` that match none of these paths of a model."""
         known = list(paths)
-        # Shipped tables have lines for all models of a family, so lines without a match are usual.
+        # Shipped tables have lines for a whole family of models, so list only lines of a user's own mapping.
         lines = self._names.entries if self._names.where == "names" else ()
         return [
             line.path.text
@@ -302,7 +302,7 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
 
 
 def _select_axis_parts(axes: ArrayAxes) -> ArrayAxes:
-    """Return the parts such as `1/3` on each axis, without the axis names."""
+    """Return the axes with only their parts, such as `1/3`, and without their names."""
     return tuple(tuple(atom for atom in axis if isinstance(atom, AxisPart)) for axis in axes)
 
 
@@ -342,7 +342,7 @@ def _make_default_axes(rank: int) -> ArrayAxes:
 
 
 def _find_slot_ends(source: Source) -> dict[str, list[list[str]]]:
-    """Return for each variable with slots the parts of their paths after `optimizer.` and the variable's path."""
+    """Map each variable with slots to the ends of the slots' paths, after `optimizer.` and the variable's path."""
     found: dict[str, list[list[str]]] = {}
     for path, variable in source.variables.items():
         if variable.kind is Kind.SLOT:

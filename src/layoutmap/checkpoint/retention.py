@@ -66,7 +66,8 @@ class Retention:
             seconds_since_save: Seconds since the last save, or since the start of training.
 
         Example:
-            >>> Retention(every_steps=100).is_save_due(200, 199, 0), Retention(every_steps=100).is_save_due(205, 198, 0)
+            >>> retention = Retention(every_steps=100)
+            >>> retention.is_save_due(200, 199, 0), retention.is_save_due(205, 198, 0)
             (True, True)
             >>> Retention(every_steps=100, every_minutes=10).is_save_due(150, 149, 601)
             True

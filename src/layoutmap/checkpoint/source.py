@@ -77,7 +77,7 @@ def check_variable_limits(
 
 
 def import_package(subject: str, package: str, why: str) -> Any:
-    """Return the imported package that reads a format. If it is missing, the error has `subject` and `why`.
+    """Import a package that reads a format. If it is missing, raise an error with `subject` and `why`.
 
     Raises:
         CheckpointError: The package is not installed.

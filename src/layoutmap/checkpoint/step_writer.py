@@ -290,7 +290,7 @@ class StepWriter:
                 json.dumps(self._failed or (self._process_index, text)).encode(),
             )
         except CheckpointError:
-            return  # the folder is gone or read-only, and the other processes detect that themselves
+            return  # the folder is missing or read-only, and the other processes detect that themselves
         until = time.monotonic() + _GRACE_SECONDS
         waiting = [n for n in self._watched if self.is_first_process and n not in self._silent]
         while waiting and time.monotonic() < until:

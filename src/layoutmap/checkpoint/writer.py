@@ -223,7 +223,7 @@ def make_chunk_name(path: str, index: Index, shape: Sequence[int]) -> str:
 def _assign_chunks_to_files(
     tasks: Sequence[WriteTask], total_bytes: int, num_files: int
 ) -> tuple[dict[str, list[list[Chunk]]], list[bytes], list[int]]:
-    """Return a dict from path to the chunks of each shard, the header of each file, and its values' byte count.
+    """Return three values: a dict from path to each shard's chunks, each file's header, and each file's size.
 
     Chunks have no checksum yet, and their offsets count from the end of the header. Each chunk goes into the file with
     the fewest bytes so far, so that all files grow at the same time.

@@ -310,7 +310,7 @@ def _add_optimizer_to_model_function(make_model: Callable[[], Any], options: Any
         model = make_model()
         adapter = find_model_adapter(model)
         if adapter is None:
-            return model  # the plan raises for it
+            return model  # planning a model of an unknown library raises a clearer error
         if adapter.name != "keras" and not options.on:
             raise LayoutMapError(
                 f"--optimizer {options.optimizer} has no effect without --on: {type(model).__name__} is not a Keras "

@@ -47,9 +47,8 @@ def run_selftest_command(options: Any) -> int:
     out = output.write_files({path: texts[option]() for option, path in files.items() if option in texts})
     width = output.get_line_width(out, options.wide)
     output.print_text(report.to_text(width), out, width)
-    if (
-        "--write-machine" in files
-    ):  # write the machine file last, because that fails with too few measurements
+    # Write the machine file last, because that fails with too few measurements.
+    if "--write-machine" in files:
         output.write_files({files["--write-machine"]: report.to_machine_file()})
     if report.failures:
         return output.PROBLEMS

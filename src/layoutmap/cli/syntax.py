@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-_RULE = re.compile(
-    r"""layout_map(\.activations)?\[r?(["'])(.+?)\2\](?: = \(((?:[^()]|\([^()]*\))*)\))?"""
-)  # groups: `.activations` or None, quote, pattern, specs
+# The groups of a match are `.activations` or None, the quote, the pattern, and the specs.
+_RULE = re.compile(r"""layout_map(\.activations)?\[r?(["'])(.+?)\2\](?: = \(((?:[^()]|\([^()]*\))*)\))?""")
 _CHANGE = re.compile(r"""(change rule \d+ to )\(((?:[^()]|\([^()]*\))*)\)""")
 _OPTION = re.compile(r"""(?:layout_map\.)?\b(rest|uneven) ?= ?"(\w+)\"""")
 _POLICIES = re.compile(r"""\buneven=\("(\w+)", "(\w+)"\)""")

@@ -43,7 +43,7 @@ class UsersCodeError(LayoutMapError):
 
 
 def _make_simulation_hint(trace: str) -> str:
-    """Return how to simulate devices if a traceback is about devices and JAX has one CPU device, or an empty text."""
+    """Return a hint to simulate devices if a traceback is about devices and JAX has one CPU device, else ""."""
     code = [line for line in trace.splitlines() if not line.lstrip().startswith("File ")]
     if "jax" not in sys.modules or not re.search("mesh|devices", "\n".join(code), re.IGNORECASE):
         return ""

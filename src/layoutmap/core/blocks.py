@@ -222,7 +222,7 @@ _PRIME, _NUM_SUMS = (1 << 31) - 1, 3
 
 
 def find_coverage_fault(begins: NumpyArray, ends: NumpyArray, outer: Index) -> tuple[Index, int] | None:
-    """Return a part of a block that not exactly one other block covers, and how many do, or None if there is none.
+    """Return a part of a block that none or several of the other blocks contain, and their number, or None.
 
     Args:
         begins: Starts of the other blocks, as `stack_slice_ends` returns them.

@@ -130,7 +130,7 @@ def _iterate_collective_steps(
 
 
 def _group_devices_by_result(results: Sequence[Ends], blocks: Sequence[Ends], axis: int) -> Groups | None:
-    """Return groups of devices. The joined blocks of a group are the result of each. None: there are no such groups."""
+    """Return groups in which each device's result is the group's joined blocks, or None if there are no such groups."""
     by_result: dict[Ends, dict[tuple[int, int], list[int]]] = {}
     for device, (result, block) in enumerate(zip(results, blocks, strict=True)):
         by_result.setdefault(result, {}).setdefault(block[axis], []).append(device)

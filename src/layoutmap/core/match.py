@@ -39,7 +39,7 @@ def validate_rest_setting(value: object, where: str) -> Rest | None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Store one rule of a layout map.
+    """One rule of a layout map: a regex, and the layout of the variables that it matches.
 
     Args:
         number: Its position in the map, counted from 1.
@@ -61,7 +61,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Store the rule that wins for one path, and the other rules that match it.
+    """Result of matching one path: the rule that wins, and the other rules that match.
 
     Args:
         path: The path.

@@ -15,7 +15,7 @@ Key = tuple[str, str]
 
 
 class StepTracer(Protocol):
-    """Interface through which a training step that is traced reports its layer calls and its optimizer update.
+    """Interface to which a training step reports its layer calls and its optimizer update while it is traced.
 
     Attributes:
         unread: Placeholders of the variables of skipped blocks. The step must not read these variables.

@@ -30,7 +30,7 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes < 1024 or unit == "TiB":
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
-    raise AssertionError("the last unit returns for any size")
+    raise AssertionError("unreachable: the last unit is for all larger sizes")
 
 
 def format_table(

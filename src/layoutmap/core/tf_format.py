@@ -56,7 +56,7 @@ class LayoutFields:
 
 
 def _list_full_device_names(fields: MeshFields) -> tuple[list[str], list[str]]:
-    """Return the full names of local devices and of all devices, or [] if all are local or one has no name."""
+    """Return the full names of local devices and of all devices. The second list is empty if it is not needed."""
     names = fields.devices or ()
     devices = [LOCAL_DEVICE + name if _SHORT_DEVICE.fullmatch(name) else name for name in names]
     local = [devices[i] for i in fields.local_device_ids]

@@ -104,7 +104,7 @@ class _VariantTrials:
         return any(cost.fits for _, cost in self._found)
 
     def try_combined_variant(self, show_progress: Callable[[], object]) -> None:
-        """Try a variant with all changes that save memory. Halve its batch until it fits or saves no more memory."""
+        """Try a variant with all changes that save memory. Halve its batch until it fits or needs as much as before."""
         found, together = sorted(self._found, key=self._make_sort_key), self._original
         for variant, cost in found:
             is_same = variant.mesh == self._original.mesh and variant.inputs == self._original.inputs

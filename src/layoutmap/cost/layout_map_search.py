@@ -262,7 +262,8 @@ def search(
         else None
     )
     recomputing = again and _MapEvaluator(again, machine, evaluate.batch_dims)
-    over = sorted({str(roles.batch_dim) for roles in meshes})  # costs depend on batch dims, which maps lack
+    # Costs depend on batch dims, which the maps do not contain, so add the batch dims to the key of the cache.
+    over = sorted({str(roles.batch_dim) for roles in meshes})
     fingerprint = f"{lowered.fingerprint} {machine!r} {over}"
 
     def wrap_with_cache(evaluator: EvaluateFn, suffix: str = "") -> EvaluateFn:
@@ -354,7 +355,7 @@ def _choose_mesh(mesh: Mesh | str | None, start: RuleSet | None) -> Mesh | None:
 
 
 def _choose_dim_roles(mesh: Mesh, batch_dim: BatchDim | None, start: RuleSet | None) -> MeshRoles:
-    """Return a mesh with its dims' roles. Without `batch_dim`, activation rules or a usual name tell the batch dim."""
+    """Return a mesh with its dims' roles. Without `batch_dim`, infer it from activation rules or a usual name."""
     check_dims_in_mesh("search: batch_dim", batch_dim, mesh, "the batch is sharded over it", MeshError)
     outputs = list(start.activations.values()) if start is not None else []
     sharded = [dim for layout in outputs if layout.rank for dim in layout.list_mesh_dims(0)]

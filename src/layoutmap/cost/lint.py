@@ -44,7 +44,7 @@ def _iterate_costly_causes(cost: Cost, calls: list[Collective]) -> Iterator[tupl
 
 
 def find_gathered_weight_problems(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
-    """Yield a problem for each weight that is gathered over a mesh dim which does not shard the batch, without need."""
+    """Yield a problem for each weight that is needlessly gathered over a mesh dim that does not shard the batch."""
     batch = linted.batch_dim
     found = [
         c
@@ -54,7 +54,8 @@ def find_gathered_weight_problems(cost: Cost, linted: LintedPlan) -> Iterator[Pr
     for cause, of_weight in _iterate_costly_causes(cost, found):
         dims = tuple(dict.fromkeys(dim for c in of_weight for dim in c.dims))
         over = " and ".join(dims)
-        plan = linted.plan  # a cause with stars for numbers stands for several variables
+        plan = linted.plan
+        # A cause with stars for numbers stands for several variables, so report each of them.
         for path in [cause] if cause in plan else [p for p in plan if replace_numbers_with_stars(p) == cause]:
             a = plan[path]
             yield Problem(

@@ -253,7 +253,7 @@ class _VariantCostComputer:
             over = f"sharded over {format_batch_dim(dim)}"
         step_cost = replace(step_cost, notes=(f"batches are {over}", *step_cost.notes))
         beside = sum(a.device_bytes for a in plan.assignments if a.variable.kind is Kind.LATER)
-        if beside:  # these arrays stay in memory during the step, but the step was traced without them
+        if beside:  # the step was traced without these arrays, so add them to its memory
             names = ("argument_bytes", "peak_bytes", "least_peak_bytes")
             held = {name: getattr(step_cost, name) + beside for name in names if getattr(step_cost, name)}
             note = f"the arrays of later=, {format_bytes(beside)} per device, stay in memory during the step"

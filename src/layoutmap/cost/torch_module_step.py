@@ -126,8 +126,7 @@ def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> None:
             tracer.layers[:] = [path]
 
         def watch_gradient(tensor: torch.Tensor) -> torch.Tensor:
-            # Inner layers return their outputs before outer ones, so assign a node to the first layer that returns its
-            # tensor.
+            # Several layers may return one tensor, the innermost of them first, so watch each autograd node only once.
             if tensor.grad_fn is not None and tensor.grad_fn not in tracer.watched_nodes:
                 tracer.watched_nodes.add(tensor.grad_fn)
                 tensor.register_hook(set_current_layer)  # pyright: ignore[reportUnknownMemberType]

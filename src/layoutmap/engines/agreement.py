@@ -71,17 +71,13 @@ def call_and_share_errors(function: Callable[[], Result], gather: Gather, verb: 
 
 
 def compare_texts(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
-    """Compare a text of each process, and gather a checksum from each.
-
-    Returns:
-        The texts of all processes if they differ, else an empty list; and the checksums of all processes.
-    """
+    """Return the texts of all processes if they differ, else an empty list, and the checksums of all processes."""
     rows = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
     return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
 
 
 def make_process_facts(texts: Sequence[str]) -> dict[str, object]:
-    """Return a dict from the name of each process, such as `process 0`, to its text, for the facts of an error."""
+    """Return a dict from the name of each process, such as `process 0`, to its text."""
     return {f"process {number}": each for number, each in enumerate(texts)}
 
 
@@ -162,7 +158,7 @@ class CallComparisonSchedule:
 
 
 def check_same_batch(arrays: Sequence[Any], gather: Gather, call: int | None = None, hint: str = "") -> None:
-    """Raise a `ScopeError` if processes pass different batches, although each must pass the global batch.
+    """Raise a `ScopeError` if the processes pass different batches. Each must pass the same global batch.
 
     Args:
         arrays: The batch of this process.
@@ -195,7 +191,7 @@ def check_same_texts(
 def find_first_difference(
     named_texts: Iterable[tuple[str, str]], gather: Gather
 ) -> tuple[str, list[str]] | None:
-    """Return the first name with different texts, and each process's first differing line, or None if none differ.
+    """Return the first name with texts that differ, and the first differing line of each process, or None.
 
     If the processes have different names, return a name that some of them lack, with "nothing" as their line.
     """

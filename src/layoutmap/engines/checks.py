@@ -201,7 +201,7 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
 
 
 def make_checked_reader(variable: VariableSpec, read: BlockReader) -> BlockReader:
-    """Return a reader of a variable's shards that raises if a shard has a wrong shape or element type."""
+    """Wrap `read`, which returns values of a variable, so that a wrong shape or element type raises."""
 
     def read_checked_values(index: Index) -> NumpyArray:
         block = np.asarray(read(index))

@@ -121,7 +121,7 @@ def make_patch_if_present(owner: object, name: str, wrap: Callable[[Any], Any]) 
 
 # Ctrl-C can interrupt `__exit__`, so patches are also removed at garbage collection of the context (decisions/0025).
 class Patches:
-    """Install patches while any thread uses them.
+    """Install several patches together, as long as any thread uses them.
 
     Args:
         patches: The patches. No other `Patches` may replace the same attribute.

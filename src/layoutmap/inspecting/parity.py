@@ -513,7 +513,7 @@ def compare_variables(
 def _find_rounding_mask(
     path: str, shape: tuple[int, ...], masks: Mapping[str, npt.NDArray[np.bool_]]
 ) -> npt.NDArray[np.bool_] | None:
-    """Return the mask of the elements of a variable with only rounding error as gradient, or None if there are none."""
+    """Return the mask of a variable's elements with gradients of only rounding error, or None if there are none."""
     found = masks.get(path)
     if found is None:
         found = next((m for weight, m in masks.items() if path.startswith(f"optimizer.{weight}.")), None)

@@ -102,7 +102,7 @@ class PlanCost(Protocol):
         ...
 
     def mark_weight_collectives(self, paths: frozenset[str]) -> Self:
-        """Return this cost with the collectives of the weights at these paths marked, to tell them from activations."""
+        """Return this cost, in which collectives of the weights at these paths are marked as such."""
         ...
 
     def format_collectives(self, paths: Iterable[str]) -> list[str]:

@@ -113,7 +113,9 @@ def plan_from_json(text: str) -> PlanTable:
     if type(version) is not int or version not in range(1, VERSION + 1):
         why = f"this layoutmap reads versions 1 to {VERSION}"
         raise make_plan_file_error(
-            f"version {shorten_repr(version)} is not known", why, "write it again with this layoutmap"
+            f"version {shorten_repr(version)} is not known",
+            why,
+            "write it again with this version of layoutmap",
         )
     top = convert_json_to_type(cast("Any", data), _PlanJson)
     mesh = _read_mesh(top.mesh)
@@ -263,7 +265,7 @@ def _list_rule_settings(rule: Rule) -> list[Any]:
 
 
 def _convert_verdict_to_json(plan: PlanTable) -> dict[str, Any]:
-    """Return the JSON fields of the verdict on a plan."""
+    """Return the JSON fields of the verdict on a plan, such as whether the plan passes."""
     verdict = judge_plan(plan)
     fields = dataclasses.asdict(verdict)
     del fields["num_findings"]  # only lint counts findings, and it reads a finished plan

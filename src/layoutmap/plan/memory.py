@@ -126,7 +126,7 @@ class Memory:
 
 
 def count_memory(plan: PlanTable) -> Memory:
-    """Return the bytes of a plan's variables per device by purpose. Variables that do not fit are left out."""
+    """Return the bytes of a plan's variables per device by purpose, without variables that do not fit their layouts."""
     fitting = [a for a in plan.assignments if a.fits]
     weights = sum(a.device_bytes for a in fitting if a.variable.is_trained)
     gradients = sum(a.shard_bytes for a in fitting if a.variable.is_trained)

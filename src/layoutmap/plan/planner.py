@@ -248,7 +248,7 @@ class _PlanBuilder:
         return self._replicated[rank]
 
     def _match_rules(self, variable: VariableSpec) -> Match:
-        """Return the match of a variable.
+        """Return the match of a variable: the rule that wins, and other matching rules, or near misses if none match.
 
         If its paths match different rules, a rule for an exact path wins, and otherwise the first rule in the map.
         """
@@ -294,7 +294,7 @@ class _PlanBuilder:
         return Match(variable.path, first, tuple(others))
 
     def _inherit_layout(self, variable: VariableSpec) -> tuple[Layout, None, UnevenSetting]:
-        """Return the layout that a derived variable gets from its parent, None (no match), and its `uneven` setting."""
+        """Return a derived variable's layout by its parent, None instead of a match, and the `uneven` setting."""
         parent = self._by_path.get((variable.model, variable.parent or ""))
         replicated = self._get_replicated_layout(len(variable.shape))
         if parent is not None and not parent.is_packed:
@@ -334,7 +334,7 @@ class _PlanBuilder:
 
 
 def _align_memory(layout: Layout, variable: VariableSpec) -> tuple[Layout, VariableSpec]:
-    """Return a layout and a variable with the same memory: the layout's if it names one, else the variable's."""
+    """Return a layout and a variable with the same memory kind: the layout's if it names one, else the variable's."""
     if layout.memory is None and variable.memory:
         layout = layout.replace_memory(variable.memory)
     if layout.host_memory != variable.memory:

@@ -47,7 +47,7 @@ class Problem:
     model: str = ""
 
     def add_model_name(self, model: str) -> Problem:
-        """Return the problem with the model's name before the headline. For `""` it is returned unchanged."""
+        """Return a copy of the problem with the model's name before the headline, or the problem itself for `""`."""
         return replace(self, what=f"{model}: {self.what}", model=model) if model else self
 
     of_model = DeprecatedAlias("add_model_name")
@@ -80,7 +80,7 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
         subjects = [first.subject, *(p.subject for p in rest)]
         new = format_merged_paths(subjects)
         fix = first.fix
-        # If the fixes are equal, their path is not that of the problem's own block, so keep it.
+        # If the fixes are equal, a path in them is not a path of these blocks, so do not replace it.
         if any(p.fix != fix for p in rest):
             fix = fix.replace(
                 format_path_regex_as_python(subjects[:1]), format_path_regex_as_python(subjects)

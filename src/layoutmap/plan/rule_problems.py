@@ -32,7 +32,7 @@ _CORRECTED_PATTERN = re.compile(r'(?:did you mean|to match anywhere in a path:) 
 
 
 class RuledPath(NamedTuple):
-    """The rule that determines the layout of a path, the shape of its variable if known, and whether rules apply."""
+    """The rule of a path (None: no rule), its variable's shape if known, and whether a rule can change its layout."""
 
     rule: Rule | None
     shape: Sequence[int] | None = None
@@ -121,7 +121,7 @@ def find_unused_rule_problems(
 def _find_correction(
     rule: Rule, candidates: NearMissSearch, paths: Mapping[str, RuledPath], num_wins: Mapping[int, int]
 ) -> tuple[list[str], str]:
-    """Return near misses that a corrected rule could match, and its pattern for the first, or "" if there is none.
+    """Return paths that a rule was probably meant for, nearest first, and a corrected pattern ("" if there is none).
 
     The corrected rule would determine a layout, and no other rule would become unused.
     """
@@ -142,13 +142,13 @@ def _find_correction(
     intended = {*candidates.list_intended_candidates(rule.pattern, nearest, lambda p: paths[p].shape)}
     winners = {path: winner for path in intended if (winner := paths[path].rule)}
     lost = Counter(winner.number for winner in winners.values() if rule.number < winner.number)
-    # A path keeps a rule that is exactly its name, or that would become unused.
+    # A path keeps its current rule if the pattern is exactly the path, or if the rule would become unused.
     intended -= {
         path
         for path, winner in winners.items()
         if winner.pattern == path or lost[winner.number] >= num_wins[winner.number]
     }
-    # If the nearest path keeps its rule, that rule has probably replaced this one, so no other path was meant.
+    # If the nearest path keeps its current rule, that rule has probably replaced this one, so correct nothing.
     if nearest not in intended or (nearest in winners and winners[nearest].number < rule.number):
         return [], ""
     wanted = [path for path in same_form if path in intended]
@@ -169,7 +169,7 @@ def _find_patterns_matching_inside(patterns: Iterable[str], paths: Iterable[str]
 def add_typo_corrections_to_fixes(
     problems: Sequence[Problem], unused_rule_problems: Mapping[str, Problem]
 ) -> Iterator[Problem]:
-    """Yield the problems. If the correction of an unused rule matches a variable without a rule, it is the fix.
+    """Yield the problems. If a corrected unused rule matches a variable without a rule, its fix is that correction.
 
     The fix to add a rule would leave the mistyped rule in the map.
     """
@@ -177,7 +177,7 @@ def add_typo_corrections_to_fixes(
         near = dict(problem.facts).get("near misses", "").split(", ") if problem.kind == "no rule" else ()
         for rule in [unused_rule_problems[pattern] for pattern in near if pattern in unused_rule_problems]:
             corrected = _CORRECTED_PATTERN.search(rule.fix)
-            # A rule can have only one new pattern, so its own problem and those of variables propose the same.
+            # A rule can get only one new pattern, so propose the pattern that the problem of the rule proposes.
             if corrected and re.match(corrected[1], problem.subject):
                 name = rule.what.partition(": matches no")[0]
                 problem = replace(problem, fix=f'correct {name} to r"{corrected[1]}", or add a rule')
@@ -186,7 +186,7 @@ def add_typo_corrections_to_fixes(
 
 
 def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:
-    """Yield the problems of a plan. If a variable has no rule that fits its rank, its fix gets the rule to write."""
+    """Yield the problems of a plan. If no rule fits the rank of a variable, the fix contains a suggested rule."""
     by_path = {(a.variable.model, a.variable.path): a for a in plan.assignments}
     models = {a.variable.model for a in plan.assignments}
     wanted: dict[int, Assignment] = {}

@@ -92,7 +92,7 @@ def _adapt_preset_rules(plan: PlanTable, name: str, dim: str, batch_dims: tuple[
 
 
 def _assign_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
-    """Return the plan with the suggested layout for each weight.
+    """Return a copy of the plan with the suggested layout of each weight.
 
     A suggestion depends on the other weights of the block, so only one weight of each block is changed at a time.
     """

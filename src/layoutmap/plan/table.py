@@ -141,15 +141,15 @@ class PlanTable(Mapping[str, Assignment]):
         return max(found, key=lambda a: a.variable.global_bytes, default=None)
 
     def add_problem(self, problem: Problem) -> Self:
-        """Return the plan with one more problem."""
+        """Return a copy of the plan with one more problem."""
         return self.add_problems([problem])
 
     def add_problems(self, problems: Sequence[Problem]) -> Self:
-        """Return the plan with more problems."""
+        """Return a copy of the plan with more problems."""
         return replace(self, problems=sort_problems([*self.problems, *problems]))
 
     def add_cost(self, cost: PlanCost) -> Self:
-        """Return the plan with the cost of a training step, in which collectives of the plan's weights are marked."""
+        """Return a copy of the plan with the cost of a training step, in which collectives of weights are marked."""
         paths = {
             replace_numbers_with_stars(path)
             for a in self.assignments
@@ -158,7 +158,7 @@ class PlanTable(Mapping[str, Assignment]):
         return replace(self, cost=cost.mark_weight_collectives(frozenset(paths)))
 
     def set_limits(self, *, device_memory: int | None = None, strict: bool = False) -> Self:
-        """Return the plan with the limits for its `verdict`: the device memory, and whether warnings count as errors.
+        """Return a copy of the plan with limits for its `verdict`: device memory, and whether warnings count as errors.
 
         Args:
             device_memory: The memory of a device in bytes, instead of that of the machine; `None`: unchanged.

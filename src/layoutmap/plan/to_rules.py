@@ -62,7 +62,7 @@ def derive_rules(plan: PlanTable) -> RuleSet:
 
 
 class _MemorySpec(NamedTuple):
-    """A kind of host memory as a last item of specs, so that variables of one rule have equal specs and memory."""
+    """A kind of host memory. It is the last item of specs, so that variables share a rule only if both are equal."""
 
     kind: str
 

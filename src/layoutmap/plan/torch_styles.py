@@ -139,7 +139,7 @@ def _set_sharded_output_axis(
     layout: Layout,
     caller: str,
 ) -> StyledModule:
-    """Return a styled module with the output axis that an activation rule shards, or raise if no style has it."""
+    """Return a copy of a styled module that shards its output along a rule's axis, or raise if no style can do so."""
     (axis, dims), *more = axes.items()
     if (
         styled is None

@@ -83,7 +83,7 @@ class PlanVariant:
         """The size of the first axis of the first input that has axes, or 1 if no input has any."""
         return next((array.shape[0] for array in self.inputs if array.shape), 1)
 
-    # -- variants
+    # -- changed copies of the variant
 
     def change_rules(
         self, rules: Mapping[str, Specs], activations: Mapping[str, Specs] | None = None
@@ -219,7 +219,7 @@ def _list_specs_with_none(layout: Layout) -> Specs:
 
 
 class Difference(NamedTuple):
-    """One difference of two variants in words, in Python, as options, and in a rules file. Empty: impossible there."""
+    """A difference of two variants in words, in Python, as options, and for a rules file. Empty: impossible there."""
 
     what: str
     python: str

@@ -77,7 +77,7 @@ def _iterate_tree_rows(
 def _find_latest_saves_of_subtrees(
     children: Mapping[int | None, Sequence[SavedStep]],
 ) -> dict[int, tuple[int, int]]:
-    """Return a dict from step to the save order and number of the last save among it and its descendants."""
+    """Return a dict from step to the last saved step among it and its descendants, as save order and number."""
     found: dict[int, tuple[int, int]] = {}
     for each in sorted((e for some in children.values() for e in some), key=lambda each: -each.step):
         found[each.step] = max(

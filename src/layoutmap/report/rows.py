@@ -45,7 +45,7 @@ class TableRow:
 
     @property
     def rule_text(self) -> str:
-        """The text for the rule: its number, `as` and the parent, or why there is none, or "" for a kept layout."""
+        """The rule as text: its number, `as` and the parent, why there is none, or "" for an existing layout."""
         match, variable = self.example_assignment.match, self.example_assignment.variable
         if match is None and variable.axes is not None:
             return f"as {format_merged_paths([a.variable.parent or '' for a in self.assignments])}"

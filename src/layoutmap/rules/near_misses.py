@@ -59,8 +59,8 @@ class NearMissSearch:
         Args:
             text: The path or pattern.
             count: The maximum number.
-            get_bonus: Returns what to add to the similarity of a candidate, which is at most 1.1, or `None` to leave
-                it out.
+            get_bonus: Returns what to add to the similarity of a candidate, which is at most 1.1, or `None` to
+                leave it out.
         """
         form, numbers = _split_numbers(text)
         found: list[tuple[float, str]] = []
@@ -106,7 +106,7 @@ class NearMissSearch:
         return found
 
     def _score_skeletons(self, wanted_skeleton: str) -> list[tuple[float, str]]:
-        """Return the similar skeletons of candidates with their scores."""
+        """Return the skeletons of candidates that are similar to a skeleton, each after its score."""
         if wanted_skeleton in self._scores:
             return self._scores[wanted_skeleton]
         if self._left is not None:
@@ -131,7 +131,7 @@ class NearMissSearch:
         return scored
 
     def _align_numbers(self, text_form: str, candidate_form: str) -> dict[int, int]:
-        """Return the index of the number in a text for the index of each number in a candidate that it stands for."""
+        """Return a dict from the index of a number in a candidate to the index of the number at its place in a text."""
         key = text_form, candidate_form
         if key not in self._alignments:
             matcher = difflib.SequenceMatcher(None, text_form, candidate_form, autojunk=False)
@@ -161,6 +161,7 @@ def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _make_skeleton(form: str) -> str:
+    """Return the words of a path or pattern without the signs for numbers."""
     return _merge_dots(form.replace(_NUMBER_SIGN, ""))
 
 

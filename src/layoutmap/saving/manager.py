@@ -249,7 +249,7 @@ class CheckpointManager:
         if damaged == "skip":
             found = self._find_undamaged_step(wanted)
             if found is None and step is None and not best:
-                # The search has found damaged manifests. Without them, the run may be on another branch, so search it.
+                # The search marks damaged manifests. Without these, the run may be on another branch, so search that.
                 found = self._find_undamaged_step(
                     [n for n in self._list_steps_of_this_run() if n not in wanted]
                 )

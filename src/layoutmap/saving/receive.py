@@ -241,7 +241,7 @@ def _find_changed_variables(
 def _store_needed_unchanged_weights(
     model: object, table: NameTable | None, unchanged: Mapping[str, str], needed: Sequence[str], folder: Path
 ) -> None:
-    """Compare a model with checksums of unchanged weights, and write the needed ones of these to files.
+    """Compare a model's values with the checksums of unchanged weights, and write the weights in `needed` to files.
 
     Raises:
         CheckpointError: A value differs, since the model has missed an earlier stream.

@@ -92,7 +92,8 @@ class Sync:
         old = self._sampler.read_arrays(sampler)
         model = self._sampler.model
         is_tree = not has_stable_identity(model)
-        if is_tree:  # so that a guard raises if a program goes on using the old arrays
+        # A program could continue to use the old arrays of a tree, so record their version: a guard then raises.
+        if is_tree:
             record_tree_array_versions(
                 self._identity, (old[row.variable.path] for row in self.plan.rows), self.version
             )
@@ -139,7 +140,7 @@ class Sync:
     def _make_mover(
         self, indices: Sequence[int], arrays: Sequence[Array], old_arrays: Mapping[str, Array]
     ) -> Mover:
-        """Return a function from all arrays of the trainer to the sampler's new arrays of the plan's rows `indices`."""
+        """Return a function that makes the sampler's new arrays of plan rows `indices` from the trainer's arrays."""
         moves = [self._moves[n] for n in indices]
         variables = [self.plan.rows[n].variable for n in indices]
         own = [old_arrays[each.path] for each in variables]

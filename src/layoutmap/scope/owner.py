@@ -125,7 +125,7 @@ def _list_referenced_objects(function: FunctionType) -> list[object]:
 
 
 def _list_attributes(modules: Iterable[ModuleType], names: Collection[str]) -> list[object]:
-    """Return the attributes of modules with these names. A lazy module imports the library that defines one."""
+    """Return the attributes of modules with these names. A lazy module imports an attribute's library."""
     found = list[object]()
     for module in modules:
         for name in names:

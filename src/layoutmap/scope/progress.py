@@ -82,7 +82,7 @@ class Progress(ProgressLine):
         self._verb = f" {verb}" * bool(verb)
 
     def __call__(self, key: str) -> None:
-        """Count the variable with a key as finished, and update the line."""
+        """Count the variable with this key as finished, and update the line."""
         variable = self._variables[key]
         self._num_finished += 1
         self._finished_bytes += variable.global_bytes

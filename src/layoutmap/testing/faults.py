@@ -86,7 +86,7 @@ def run_program(program: str) -> tuple[float, str]:
 
 
 def try_known_fault_law(engine: str, seed: int, devices: Devices = EIGHT) -> Iterator[tuple[Outcome, str]]:
-    """Check if the known fault that `seed` selects is corrected. Yield the outcome, and if it is not, the program.
+    """Check whether layoutmap corrects the fault that `seed` selects. Yield the outcome, and the program if it failed.
 
     Only the first process yields.
     """

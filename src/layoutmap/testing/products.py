@@ -50,7 +50,7 @@ def make_tf32_facts(engine: str, mesh: Mesh, *, simulated: bool) -> dict[str, st
 
 
 def format_product_precision(multiply: Callable[[NumpyArray, NumpyArray], NumpyArray]) -> str:
-    """Return a text that tells whether float32 products are rounded to float32, or to TF32 or bfloat16."""
+    """Return a text that says whether float32 products are rounded to float32, or to TF32 or bfloat16."""
     a, b = np.random.default_rng(0).normal(size=(2, 128, 128)).astype("float32")
     exact = a.astype("float64") @ b.astype("float64")
     error = float(np.abs(multiply(a, b) - exact).max() / np.abs(exact).max())

@@ -82,7 +82,7 @@ class JaxAdapter(Adapter):
         return model
 
     def set_optimizer(self, model: object, optimizer: object) -> object:
-        """Return the model in a `TrainState` with an optimizer of optax, given as such or by name, or unchanged.
+        """Return the model in a `TrainState` with an optax optimizer, or unchanged if `optimizer` is `None`.
 
         Raises:
             ScopeError: `optimizer` is neither `None` nor an optimizer of optax, nor the name of one.
@@ -156,7 +156,7 @@ class JaxAdapter(Adapter):
     def restore_variables(
         self, model: object, optimizer: object, arrays: Iterable[tuple[str, object]]
     ) -> tuple[object, object]:
-        """Replace the arrays of a model and of its optimizer's state, and return both."""
+        """Replace the arrays of a model and of its optimizer's state. Return the model and the optimizer."""
         return restore_arrays(model, optimizer, arrays)
 
     def read_state_outside_variables(self, model: object, optimizer: object = None) -> dict[str, object]:

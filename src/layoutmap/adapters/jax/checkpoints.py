@@ -147,7 +147,7 @@ def _get_parameters(model: object, optimizer: object) -> Any:
 
 
 def _list_slots(model: object, optimizer: object, state: object) -> list[tuple[VariableSpec, jax.Array]]:
-    """Return the arrays of an optimizer's state, described. Shapes without values get the layouts of their weights."""
+    """Return a description and an array for each slot. Arrays without values get the shardings of their weights."""
     found = _describe_optimizer_arrays(model, optimizer, state)
     weights = (
         _get_parameters(model, optimizer)
@@ -184,7 +184,7 @@ def _describe_optimizer_arrays(
 
 
 def _shard_shape_like_weight(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
-    """Return a slot's shape without values in the layout of a weight of equal shape, and other leaves unchanged."""
+    """Return a slot without values with the sharding of its weight, if both have one shape, or the leaf unchanged."""
     weight = weights.get(spec.parent) if spec.parent is not None and _is_shape_without_values(leaf) else None
     if not isinstance(weight, (jax.Array, PaddedArray)) or weight.shape != leaf.shape:
         return leaf
@@ -197,7 +197,7 @@ def _is_shape_without_values(leaf: object) -> bool:
 
 
 def _find_variable_of_each_array(tree: object) -> list[Any]:
-    """Return, for each array of a pytree, the nnx Variable that contains only this array, or None if there is none."""
+    """Return, for each array of a pytree, the nnx Variable with the array as its value, or None if there is none."""
     found: list[Any] = []
     for node in jax.tree.leaves(tree, is_leaf=is_nnx_variable):
         if is_nnx_variable(node):

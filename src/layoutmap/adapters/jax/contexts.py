@@ -11,7 +11,7 @@ _contexts: dict[int, tuple[weakref.ref[object], ScopeContext]] = {}
 
 
 def record_context(model: object, context: ScopeContext) -> None:
-    """Record the context of the scope that sharded a model. Ignore dicts and tuples, which refuse weak references."""
+    """Record the context of the scope that sharded a model. Ignore dicts and tuples, which allow no weak references."""
     key = id(model)
     with suppress(TypeError):
         _contexts[key] = weakref.ref(model, lambda _: _contexts.pop(key, None)), context

@@ -51,12 +51,12 @@ def _list_optax_states_as_slots(tree: object, arrays: Sequence[StoredVariable]) 
         for parts, _ in flatten_with_paths(node)
     ]
     slots = [by_path.pop(path) for path in inside if path in by_path]
-    # A slot's path contains only the end of its weight's path, without the keys that lead to the tree of weights.
+    # A slot's path contains only the end of its weight's path, so find the weights by the ends of their paths.
     ends: dict[PathParts, VariableSpec | None] = {}
     for path, each in by_path.items():
         parts = leaves[path]
         for start in range(len(parts) if each.variable.kind is Kind.WEIGHT else 0):
-            if not parts[start].isdecimal():  # the states of a chain have positions, too, so skip them
+            if not parts[start].isdecimal():  # skip parts that may be positions in a chain of states
                 ends[parts[start:]] = None if parts[start:] in ends else each.variable
     weights = {parts: spec for parts, spec in ends.items() if spec is not None}
     described = [OptimizerLeaf(leaves[v.path], v.shape, v.dtype) for v in (slot.variable for slot in slots)]

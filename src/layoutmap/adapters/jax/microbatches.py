@@ -78,7 +78,14 @@ def find_microbatches_of_consecutive_rows(
 def _iterate_scanned_microbatches(
     jaxpr: Jaxpr, whole: dict[Var, int], split: dict[Var, tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of `find_microbatches_of_consecutive_rows`, given variables of whole and of split batches."""
+    """Yield the same pairs as `find_microbatches_of_consecutive_rows`, for a program or a program inside it.
+
+    Args:
+        jaxpr: The program.
+        whole: From each variable with all rows of a batch, to the position of the batch. Variables are added to it.
+        split: From each variable with a batch split into microbatches, to the position and the number of microbatches.
+            Variables are added to it.
+    """
     for eqn in jaxpr.eqns:
         name, inputs = eqn.primitive.name, [var for var in eqn.invars if not isinstance(var, Literal)]
         if name in _KEEPS_ROWS and inputs and inputs[0] in whole:
@@ -111,6 +118,6 @@ def _get_rank(var: Any) -> int:
 
 
 def _map_to_outer_variables(inner: Jaxpr, outer_results: Sequence[Var], values: dict[Var, T]) -> dict[Var, T]:
-    """Return the values of an inner program's results in a dict from the outer program's variables."""
+    """Return those of `values` that belong to an inner program's results, by the outer variables of these results."""
     pairs = zip(inner.outvars, outer_results, strict=False)
     return {outer: values[mine] for mine, outer in pairs if not isinstance(mine, Literal) and mine in values}

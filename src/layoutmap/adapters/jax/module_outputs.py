@@ -127,7 +127,7 @@ _SETTINGS = (bool, int, float, str, type(None), types.FunctionType)
 def set_call_handler(
     module: nnx.Module, handler: OutputLayoutHandler | ModelMeshHandler | CallTracingHandler
 ) -> None:
-    """Let a handler make the calls of a module. It constrains the output, enters a mesh, or reports to a tracer."""
+    """Pass each call of a module to a handler, which constrains the output, enters a mesh, or reports to a tracer."""
     remove_call_handler(module)
     is_pytree = not jax.tree_util.all_leaves([module])
     # Bypass `setattr` of flax, because it would register the attribute as a part of the model.

@@ -77,7 +77,10 @@ def split_module(model: nnx.Module) -> SplitModel:
 
 
 def _iterate_attribute_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
-    """Yield, for each path, the position of each part of the path among the members of the module that contains it."""
+    """Yield a sort key for each path, which sorts the paths in the order in which attributes were assigned.
+
+    The key has a number for each part of the path: the position of the part among the members of its module.
+    """
     known: dict[int, dict[str, tuple[int, object]]] = {}
     for keys in paths:
         positions: list[int] = []

@@ -31,7 +31,9 @@ from layoutmap.engines.jax.programs import suspend_program_context
 
 
 def find_optax_optimizer(optimizer: object) -> object:
-    """Return an optimizer of optax, given as such or by name, such as `"adamw"`. By name, it is only for its slots.
+    """Return an optimizer of optax, which may be given by its name, such as `"adamw"`.
+
+    Given by name, it has an arbitrary learning rate, so it serves only to determine slots.
 
     Raises:
         ScopeError: It is no optimizer, or optax has none of this name.
@@ -76,7 +78,7 @@ def get_parameter_tree(params: object, wrt: Any = None) -> object:
 
 
 def describe_weights(params: object) -> tuple[dict[PathParts, VariableSpec], dict[tuple[str, str], Layout]]:
-    """Return two dicts: the parameters' descriptions by path parts, and the layouts of sharded parameters by `key`.
+    """Return two dicts: from path parts to parameters' descriptions, and from `key` to layouts of sharded parameters.
 
     Args:
         params: A pytree of arrays, or of objects with `shape` and `dtype`.

@@ -294,7 +294,7 @@ class ArgumentReader:
 
 
 def split_arguments(arguments: FlatArguments) -> StepCall:
-    """Split a call's arguments into arrays and the part for which the step is compiled."""
+    """Return a call's arguments, split into arrays and the part for which the step is compiled."""
     others = {
         n: leaf for n, leaf in enumerate(arguments.leaves) if not hasattr(unwrap_padded_array(leaf), "aval")
     }

@@ -137,7 +137,7 @@ class KnownCall:
         self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
         self.variant, self.program, self.to_place = call.variant, program, to_place
         self.kind: type[jax.Array] = type(arrays[0]) if arrays else jax.Array
-        # `jax.jit` notices a different call itself, but would trace again under a mesh of `jax.set_mesh`.
+        # `jax.jit` notices a different call itself, but traces again under a mesh of `jax.set_mesh`, so check it here.
         has_mesh = not jax.sharding.get_abstract_mesh().empty
         self.is_jit_checked = program.values_tree is not None and bool(arrays) and not (to_place or has_mesh)
 
@@ -187,7 +187,7 @@ def _can_have_any_leaves(tree: Tree) -> bool:
 
 
 def _has_mesh_sharding(sharding: Any, native_mesh: jax.sharding.Mesh) -> bool:
-    """Return whether a sharding has several devices, or is a `NamedSharding` if the mesh has a single device."""
+    """Return whether a sharding is on a mesh: on several devices, or named if the mesh has a single device."""
     if sharding is None:
         return False
     return len(sharding.device_set) > 1 or (native_mesh.size == 1 and isinstance(sharding, NamedSharding))
@@ -207,7 +207,7 @@ class StepPrograms:
         self.by_signature: dict[Signature, StepProgram] = {}
 
     def find_or_compile(self, call: StepCall, types: tuple[type, ...]) -> tuple[StepProgram, dict[int, bool]]:
-        """Return the program for a call, and a dict from leaves to place before it runs to whether they are batches."""
+        """Return a call's program, and a dict from each leaf to place before it runs to whether the leaf is a batch."""
         self._options.check_arguments(call)
         self._options.check_donations(call, call.leaves)
         names, owners = call.list_leaf_names_and_owners()

@@ -38,7 +38,7 @@ class Variable:
         """
         layout = get_engine("jax").get_layout(self.array)
         if layout is None:
-            raise AttributeError(f"{self.path} is unsharded and has no layout")
+            raise AttributeError(f"{self.path} is unsharded and has no layout: write a rule that shards it")
         return layout
 
     def read(self) -> NumpyArray:

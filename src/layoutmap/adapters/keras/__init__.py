@@ -147,7 +147,7 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
             return keras.tree.map_structure(np.asarray, model.predict_on_batch(_get_batch_inputs(batch)))
 
     def gradients(self, model: keras.Model, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return a dict from name to loss, and one from path to the gradient that the model gives its optimizer."""
+        """Return two dicts: from name to loss, and from path to the gradient that the model passes to its optimizer."""
         x, y, sample_weight = _convert_batch_to_tensors(batch)
         backend = get_backend(get_keras_backend_name())
         with backend.use_comparable_draws_and_rows(model):

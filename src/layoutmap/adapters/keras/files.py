@@ -59,7 +59,7 @@ class FileArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("_"):  # numpy and copy probe private names, which must not read the file
-            raise AttributeError(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(np.asarray(self), name)
 
     def load_values(self) -> None:

@@ -16,7 +16,7 @@ from layoutmap.engines.agreement import NamedText
 
 
 def describe_step_program(model: keras.Model, step_name: str) -> Iterator[NamedText]:
-    """Yield pairs of a name and a text for all that determines the result of a `"train"` step or another one."""
+    """Yield pairs of a name and a text for all that determines the result of a step, such as `"train"`."""
     layers: dict[int, tuple[str, Any]] = {}
     for path, layer in [("", model), *find_layers(model)]:
         layers.setdefault(id(layer), (path, layer))

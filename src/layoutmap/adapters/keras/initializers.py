@@ -33,7 +33,7 @@ def explain_why_initialized_unsharded(initializer: object, global_init_reasons: 
 def convert_initializer(
     initializer: Any, shape: tuple[int, ...], dtype: str, unshard: Callable[[object], Any] = lambda seed: seed
 ) -> Initializer:
-    """Return an initializer of layoutmap with the values of a Keras one. `unshard` makes a drawn seed unsharded."""
+    """Return an initializer of layoutmap that computes a Keras initializer's values. `unshard` unshards its seed."""
     if not _is_keras_initializer(initializer):
         return Initializer(lambda: keras.ops.convert_to_tensor(initializer(shape, dtype=dtype), dtype=dtype))
     config = dict(initializer.get_config())

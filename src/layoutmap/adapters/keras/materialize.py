@@ -82,7 +82,8 @@ class Materializer:
         keyed = {f"{number}:{a.variable.path}": (e.variable, a) for number, (e, a) in enumerate(pairs)}
         with self._mark_initializing_temporarily():
             initializers = {key: self._convert_initializer(v) for key, (v, _) in keyed.items()}
-            # Converting an initializer draws its seed, which initializes the generator's state, so leave that out.
+            # Converting an initializer draws its seed, and so may initialize a pending state of a generator. Leave out
+            # such states.
             keyed = {key: pair for key, pair in keyed.items() if is_pending(pair[0])}
             arrays = self._session.context.create_arrays(
                 {key: a for key, (_, a) in keyed.items()}, initializers
@@ -91,7 +92,7 @@ class Materializer:
             self._store_first_value(variable, assignment, arrays[key])
 
     def _mark_initializing_temporarily(self) -> AbstractContextManager[None]:
-        """Mark until the block ends that initializers run, so that their draws draw no seeds of earlier variables."""
+        """Mark initializers as running until the block ends, so that their draws cause none for earlier variables."""
         return set_attribute_temporarily(self._session.thread_state, "is_running_initializers", True)
 
     def initialize_variable_unsharded(self, variable: Any) -> None:

@@ -23,7 +23,8 @@ class PathLookup:
 
     def __init__(self, registry: Registry):
         self._registry = registry
-        # For each layer, as last seen: its number of sublayers; its parent; and its size, with its sublayers' names.
+        # Cached for each layer: its number of sublayers, its parent, and the names of its sublayers. The names are
+        # valid while the layer has the numbers of attributes and sublayers that are stored with them.
         self._num_sublayers: MutableMapping[keras.Layer, int] = WeakKeyDictionary()
         self._parents: MutableMapping[object, ref[keras.Layer]] = WeakKeyDictionary()
         self._names: MutableMapping[object, tuple[tuple[int, int], dict[int, str]]] = WeakKeyDictionary()

@@ -218,7 +218,7 @@ class defer_values(ClosingContext):
         self._scope.__enter__()
 
     def close_context(self) -> None:
-        """Leave the stateless scope as Keras does, even if an interrupt prevented Keras from it."""
+        """Leave the stateless scope as Keras does, even if an interrupt prevented Keras from leaving it."""
         global_state.set_global_attribute(_STATELESS, self._outer)
         del global_state.get_global_attribute(_PENDING_LIST)[self._before :]
 

@@ -84,7 +84,7 @@ class Session(KerasSession):
         self._path_lookup = PathLookup(self.registry)
         self._planned_ahead = RegistryCache[Assignment](self.registry)
         self._outputs = RegistryCache[tuple[str, Layout | None]](self.registry)
-        self._unfreed_ids: set[int] = set()  # ids of objects that are in no model and were not garbage
+        self._unfreed_ids: set[int] = set()  # ids of objects in no model that garbage collection did not free
         self._is_materializing = False
         self._failed = False
         self._names_before = private.count_generated_names()
@@ -144,10 +144,10 @@ class Session(KerasSession):
 
     @contextmanager
     def order_or_undo_seed_draw(self, generator: Any) -> Iterator[None]:
-        """Let the block draw a seed from Keras's generator in the order of unsharded Keras.
+        """Make the block draw a seed in the order of unsharded Keras, or undo the draw at its end in a plan.
 
-        For this, first draw the seeds of variables that were created earlier. In a plan, restore the generator's state
-        after the block instead.
+        For the order, first draw the seeds of variables that were created earlier. In a plan, restore the generator's
+        state after the block instead.
         """
         if private.in_stateless_scope():
             yield
@@ -222,7 +222,7 @@ class Session(KerasSession):
         """Give every variable of the scope its layout, and every pending one its value."""
         with self.lock, self._suspend_tracing_unless_planning():
             waiting = self.registry.list_variables()
-            # An early read gives a new variable its value and layout, so only the registry's version tells that.
+            # A new variable that was read early has a value and layout already, so look for new ones by the version.
             has_new = self.registry.version != self._version_planned
             if not has_new and not any(is_pending(v) or self.registry.get_layout(v) is None for v in waiting):
                 return
@@ -324,7 +324,7 @@ class Session(KerasSession):
         )
 
     def _materialize_unless_scope_is_open(self) -> None:
-        """Materialize the variables, unless the scope is open, which will do so at its end.
+        """Materialize the variables, unless the scope is open, because its end materializes them.
 
         Keras calls this when it leaves its symbolic code, often where it catches every exception. So the errors of a
         plan would be lost there.

@@ -231,7 +231,7 @@ def place_batch(batch: object, session: KerasSession, can_place: Callable[[objec
 def compare_between_processes(
     batch: object, session: KerasSession, schedule: CallComparisonSchedule | None = None
 ) -> bool:
-    """Raise if processes that must pass the same batch do not. Return whether the batches were compared.
+    """Raise if the processes pass different batches. Return whether batches were compared in this call.
 
     Without a schedule, every call is compared.
     """
@@ -277,7 +277,7 @@ def record_custom_train_step(model: keras.Model, batch: object) -> tuple[Any, li
 
 @contextmanager
 def record_gradients_instead_of_applying(model: keras.Model) -> Generator[dict[int, object]]:
-    """Make a model's optimizers only record gradients until the block ends. Yield a dict from variable id to them."""
+    """Make a model's optimizers only record gradients until the block ends. Yield them in a dict from variable ids."""
     found: dict[int, object] = {}
     held = [model.optimizer, *vars(model).values()]
     optimizers = {id(each): each for each in held if isinstance(each, keras.optimizers.Optimizer)}.values()

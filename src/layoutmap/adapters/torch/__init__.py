@@ -111,7 +111,7 @@ class TorchAdapter(Adapter):
         return explain_why_padding_is_impossible(layout, variable.shape)
 
     def set_seed(self, seed: int) -> None:
-        """Seed Python, numpy and torch."""
+        """Seed the random generators of Python, numpy, and torch."""
         random_states.seed_python_and_numpy(seed)
         torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
 
@@ -181,7 +181,7 @@ class TorchAdapter(Adapter):
             model.train(was_training)
 
     def gradients(self, model: torch.nn.Module, batch: object) -> tuple[dict[str, float], dict[str, object]]:
-        """Return two dicts for a batch: its loss, and a gradient for the path of each trainable parameter."""
+        """Return two dicts for a batch: one with its loss, and one from each parameter's path to its gradient."""
         model.zero_grad()  # drop gradients of an earlier step
         loss = self._accumulate_gradients(model, batch)
         gradients: dict[str, object] = {}

@@ -158,7 +158,7 @@ def read_optimizer_settings(
 
 
 def get_renamed_optimizer_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the optimizer's settings from those of a checkpoint, with the parameters' paths in the model."""
+    """Return the optimizer settings of a checkpoint, with saved paths of parameters replaced by those of the model."""
     new_paths, found = settings.get("renamed", {}), settings["optimizer"]
     groups = [
         {**group, "params": [new for path in group["params"] for new in new_paths.get(path, [path])]}

@@ -167,7 +167,7 @@ class _CompiledGraphs:
         return call.compute_without_graph()
 
     def _run_graph(self, call: _ModuleCall) -> list[torch.Tensor]:
-        """Run the compiled function, and return its tensors. If that fails, set `call.why_not`."""
+        """Run the compiled function, and return its tensors. If that fails, set `call.why_not` to the reason."""
         try:
             if not call.why_not:
                 with set_attribute_temporarily(thread_state, "call", call), suspend_function_modes():
@@ -380,7 +380,8 @@ class _ConstantTensorCheck(TorchFunctionMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not _is_traced(leaf):
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(leaf.shape)} is neither an argument nor an attribute of a module"
+                    f"a tensor of shape {tuple(leaf.shape)} is neither an argument nor an attribute of a module: "
+                    "store it by register_buffer"
                 )
         return func(*args, **(kwargs or {}))
 

@@ -19,7 +19,7 @@ with ImportErrorConverter("torch"):
 
 R = TypeVar("R")
 
-# torch.compile(dynamic=False) calls this before each call, and the function that it returns after the call.
+# This makes shapes static, and returns a function that undoes it. torch.compile(dynamic=False) does so in each call.
 _make_static = make_set_enable_dynamic(False)
 
 

@@ -13,7 +13,7 @@ from layoutmap.engines.torch.modules import list_modules
 
 
 def iterate_module_texts(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[NamedText]:
-    """Yield names and texts for submodules, their settings and trained weights, and the source of each `forward`."""
+    """Yield pairs of a name and a text for submodules, their settings, and the source of each `forward`."""
     yield "gradients", str(torch.is_grad_enabled())
     modules = list_modules(module)
     for path, each in modules:

@@ -34,7 +34,7 @@ def list_names_before_peft(model_tensor: ModelTensor, root: torch.nn.Module) -> 
 
 
 def find_lora_factors(root: torch.nn.Module) -> dict[int, tuple[str, Axes]]:
-    """Return a dict from ids of LoRA factors to the base weight's path, and the base axes for each axis."""
+    """Return a dict from a LoRA factor's id to its base weight's path, and that weight's axes for each of its axes."""
     factors: dict[int, tuple[str, Axes]] = {}
     for prefix, module in list_modules(root):
         wrapped_layer = getattr(module, _BASE_LAYER, None)

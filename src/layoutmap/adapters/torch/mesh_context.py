@@ -95,7 +95,8 @@ def _bind_to_current_mesh(function: Function) -> Function:
     """Wrap a checkpointed function to recompute on the present mesh, with the same weights gathered."""
     if thread_state.is_recording:
         raise RuntimeError(
-            "an activation checkpoint recomputes after the graph is recorded, and would not read the graph's inputs"
+            "an activation checkpoint recomputes after the graph is recorded, and would not read the graph's inputs: "
+            "compile the checkpointed modules instead"
         )
     state = thread_state
     context, is_uneven, gatherings = state.context, state.is_uneven, state.gatherings

@@ -42,7 +42,8 @@ def iterate_accelerate_patches() -> Iterator[AttributePatch]:
 
     def wrap_prepare(original: Function) -> Function:
         def prepare(self: object, *args: object, **options: object) -> object:
-            _count_one_process_for_shared_model(*args)  # must precede accelerate's split of data loaders
+            # Accelerate splits data loaders among the processes that it counts, so change the count first.
+            _count_one_process_for_shared_model(*args)
             return original(self, *args, **options)
 
         return prepare
@@ -118,7 +119,7 @@ def _unshard_to_cpu(value: object) -> object:
 
 
 def _gather_objects_in_shard_order(values: object, context: ScopeContext) -> object:
-    """Gather a value from each shard of the batch, in order. Lists are concatenated. Other values become one list."""
+    """Return the values of all shards of the batch, in order: lists are concatenated, other values are listed."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (find_row_shard_index(context), values))  # pyright: ignore[reportUnknownMemberType]
     lists = [each for _, each in sorted(dict(gathered).items())]
@@ -153,7 +154,7 @@ class _SingleProcessPatch:
         self._original_states: list[tuple[dict[str, object], dict[str, object]]] = []
 
     def install(self) -> None:
-        """Report one process to accelerate from now on."""
+        """Make accelerate count one process from now on."""
         from accelerate.state import AcceleratorState, PartialState  # pyright: ignore[reportMissingTypeStubs]
         from accelerate.utils import DistributedType  # pyright: ignore[reportMissingTypeStubs]
 
@@ -168,7 +169,7 @@ class _SingleProcessPatch:
                 state.update(single_process)
 
     def remove(self) -> None:
-        """Report the real number of processes to accelerate, as before `install`."""
+        """Make accelerate count all processes again, as before `install`."""
         self.rows = None
         for state, before in self._original_states:
             if state:
@@ -179,8 +180,8 @@ class _SingleProcessPatch:
 _SINGLE_PROCESS = _SingleProcessPatch()
 
 
-# A sharded model takes the global batch in each process, so accelerate must not split batches (decisions/0215). If
-# processes read only their own rows, split batches by their positions along the batch dim (decisions/0305).
+# A sharded model takes the global batch in each process, so accelerate must not split batches (decisions/0215). But if
+# each process passes only its own rows, accelerate splits batches among the shards of the batch (decisions/0305).
 def _count_one_process_for_shared_model(*values: object) -> None:
     """Make accelerate count one process if a value is a sharded model that several processes share."""
     contexts = [each for each in map(_find_multiprocess_scope, values) if each is not None]

@@ -117,7 +117,7 @@ def compute_loss(model: torch.nn.Module, batch: object) -> torch.Tensor:
 
 
 def find_scalar_loss(output: object) -> torch.Tensor | None:
-    """Return the output of a model or its `loss`, whichever is a scalar tensor, or None if neither is one."""
+    """Return the `loss` in a model's output, else the output itself, or None if that is not a scalar tensor."""
     result = output.get("loss") if is_mapping(output) else getattr(output, "loss", output)
     result = result[0] if is_sequence(result) else result
     if isinstance(result, torch.Tensor) and result.ndim == 0:
@@ -166,7 +166,7 @@ def find_optimizer_class(name: str) -> MakeOptimizer:
 
 
 def convert_outputs(output: object, convert_tensor: Callable[[Any], object]) -> object:
-    """Return a model's outputs as numpy arrays in the same nesting, without values that contain no tensor."""
+    """Convert all tensors in a model's nested outputs with `convert_tensor`, and leave out all other values."""
     if isinstance(output, torch.Tensor):
         return convert_tensor(output)
     if is_mapping(output):

@@ -16,7 +16,7 @@ _KNOWN = (*PLAIN_CLASSES, DTensor)
 
 
 def find_unsupported_tensors(tensors: Sequence[tuple[ModelTensor, str]]) -> list[UnsupportedFeature]:
-    """Return the tensors of a scope that cannot be sharded, or only with a warning, with the reasons.
+    """Return the tensors that a scope cannot shard, or shards with a warning, each with the reason.
 
     Args:
         tensors: Pairs of a tensor and the name of its model. Each tensor is listed once.

@@ -87,7 +87,7 @@ class PickledDtype:
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A pickled tensor without values. They begin `start` elements after the begin of `storage`."""
+    """A pickled tensor without its values, which begin `start` elements after the beginning of `storage`."""
 
     storage: tuple[Any, ...]
     start: int
@@ -202,7 +202,7 @@ def unpickle_without_code(
         return unpickler_class(where, data).load()
     except CheckpointError:
         raise
-    except Exception as error:  # pickle raises undocumented errors for damaged data
+    except Exception as error:  # pickle raises undocumented errors for damaged data, so catch all
         raise make_torch_file_error(
             where, "its pickle cannot be read", f"{type(error).__name__}: {error}"
         ) from error

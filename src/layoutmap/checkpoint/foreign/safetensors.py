@@ -124,7 +124,8 @@ class Safetensors(Source):
             )
 
     def __repr__(self) -> str:
-        return f"<Safetensors {self.where}: {len(self._tensors)} tensors in {len(self._files)} files, no checksums>"
+        content = f"{len(self._tensors)} tensors in {len(self._files)} files"
+        return f"<Safetensors {self.where}: {content}, no checksums>"
 
 
 def _find_files_and_read_index(path: Path) -> tuple[list[Path], dict[str, str] | None]:

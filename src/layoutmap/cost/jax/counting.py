@@ -148,7 +148,7 @@ class CauseFinder:
                     self._loop_results[id(body.ops[-1]), number] = result
 
     def find_cause(self, op: Op) -> str:
-        """Return the path of the weight that a collective gathers or reduces a gradient of, or else of the layer."""
+        """Return the path of the weight that a collective gathers or reduces the gradient of, else the layer's path."""
         if op.name in ("all_reduce", "reduce_scatter"):
             return self._find_updated_weight_path(op.results[0]) or op.layer_path
         return self._find_copied_argument_path(op.operands[0]) or op.layer_path

@@ -60,9 +60,8 @@ class Op:
     key: Any = None  # operations with equal keys and operands have equal results; None: never merged
     metadata: str = ""
     """XLA's metadata: the operation's name in the traced function, and its source line."""
-    function: str = (
-        ""  # function, such as "erfc", that XLA computes by this and other operations; empty: none
-    )
+    # function, such as "erfc", that XLA computes by this and other operations; empty: none
+    function: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,13 +88,13 @@ BARRIER = "optimization_barrier"  # operation that returns all its operands unch
 
 
 def get_source_operand(result: Value) -> Value:
-    """Return the operand of a barrier that has the value of its result, or the first operand of another operation."""
+    """Return the operand that a barrier returns as `result`, or the first operand of any other operation."""
     assert result.producer is not None
     return result.producer.operands[result.index if result.producer.name == BARRIER else 0]
 
 
 def get_derived_results(op: Op, operand: Value) -> Sequence[Value]:
-    """Return the results of a barrier that have the value of its operand, or all results of another operation."""
+    """Return the results as which a barrier returns `operand`, or all results of any other operation."""
     if op.name != BARRIER:
         return op.results
     return [result for result, each in zip(op.results, op.operands, strict=True) if each is operand]

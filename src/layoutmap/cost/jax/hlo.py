@@ -154,9 +154,8 @@ def _list_tensor_bytes(kind: str, shape: str, group_size: int, is_asynchronous: 
         sizes = [max(pair) for pair in zip(sizes[:half], sizes[half : 2 * half], strict=True)]
     elif kind == "reduce_scatter":
         sizes = [size * group_size for size in sizes]
-    return (
-        [sum(sizes)] if kind == "all_to_all" else sizes
-    )  # an all-to-all's tuple has one part for each device
+    # The tuple of an all-to-all has one part for each device, so add the parts up.
+    return [sum(sizes)] if kind == "all_to_all" else sizes
 
 
 def _compute_num_bytes(dtype: str, sizes: str) -> int:

@@ -180,7 +180,7 @@ class StepCostCounter:
         return replace(total, peaks=peaks)
 
     def _map_skipped_blocks_to_first(self, num_kept_by_stack: Mapping[int, int]) -> dict[str, str]:
-        """Return a dict from each skipped block to the first of its stack. A stack keeps `num_kept_by_stack` blocks."""
+        """Map each skipped block to the first block of its stack. `num_kept_by_stack` counts the other blocks."""
         blocks = self._step.blocks
         return {
             path: blocks[n][0]
@@ -607,7 +607,7 @@ def _mark_layer_output(array: object) -> object:
 
 
 def _cancel_negative_counts(num_calls: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
-    """Yield collectives with numbers of calls. Subtract negative numbers from collectives with another cause.
+    """Yield collectives with numbers of calls, after subtracting negative numbers from equal ones of another cause.
 
     The extrapolated number of calls is negative if a collective has another cause in three blocks than in two. Then the
     number for the other cause is too high by as many calls.

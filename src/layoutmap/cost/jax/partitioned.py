@@ -53,7 +53,7 @@ _UNEQUAL = re.compile(
 
 
 def parse_partitioned_step(text: str, mesh: Mesh) -> Block:
-    """Return a module's entry computation as a block. Its collectives have the mesh dims over which they exchange."""
+    """Return a module's entry computation as a block. Its collectives have the mesh dims over which they send data."""
     bodies, entry = parse_computations(text)
     return _BlockReader(bodies, mesh).read_block(entry)
 
@@ -116,9 +116,8 @@ class _BlockReader:
             known[line.name] = found
         kind, shape = line.opcode.removesuffix("-start"), line.shape
         if kind in COLLECTIVE_KINDS and line.opcode != kind and kind != "all-reduce":
-            shape = _split_tuple_shape(shape)[
-                1
-            ]  # an asynchronous collective returns a tuple of its operand and its result
+            # An asynchronous collective returns a tuple of its operand and its result, so take the result.
+            shape = _split_tuple_shape(shape)[1]
         line = line._replace(opcode=kind, shape=shape)
         # XLA may combine several collectives into one that returns a tuple, so split it into one per element.
         if kind in COLLECTIVE_KINDS and kind != "all-to-all" and shape.startswith("("):

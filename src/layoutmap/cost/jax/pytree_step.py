@@ -34,7 +34,7 @@ _NO_OPTIMIZER = "no optimizer is known: gradients are subtracted from the weight
 def describe_training_step(
     session: JaxSession, model: object, inputs: Any, optimizer: Any, loss: Callable[..., Any] | None
 ) -> TrainingStep:
-    """Return the training step of a model, on which `optimizer` is set. `loss` takes precedence over `train_with`'s.
+    """Return the training step of a model, on which `optimizer` is set. `loss` replaces the loss of `train_with`.
 
     With the loss of `train_with`, `inputs` is a batch as for `check_parity`.
     """

@@ -160,7 +160,7 @@ def _convert_to_reduce_scatters(block: Block) -> None:
 
 
 def _shrink_to_slice(reduce_scatter: Op, last_value: Value, slice_result: Value) -> None:
-    """Set the shapes of all values from a reduce-scatter to `last_value` to the size of the slice that it replaced."""
+    """Give the values from a reduce-scatter's result up to `last_value` the size of the slice that it replaces."""
     value = reduce_scatter.results[0]
     while True:
         value.shape = slice_result.shape if value is last_value else (slice_result.size,)

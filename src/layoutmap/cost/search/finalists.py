@@ -20,7 +20,7 @@ _SMALL = 1e-3  # seconds; estimates of shorter steps are the least exact, so all
 def choose_best_compiled_map(
     outcome: SearchOutcome, compute_compiled_cost: Callable[[Candidate], MapCost]
 ) -> SearchOutcome:
-    """Compile the best and the built-in maps, and return the outcome with the map that is best as compiled.
+    """Compile the best and the built-in maps, and return the outcome with the map that is then the best.
 
     `compute_compiled_cost` compiles a step with a map. If no compiled map fits, as after an early interrupt, the best
     map does not change. Built-in maps that were compiled precede others.
@@ -96,7 +96,7 @@ def search_around_best_compiled_map(
 def choose_first_map_that_fits(
     outcome: SearchOutcome, verify: Callable[[Candidate], Verified], max_bytes: int
 ) -> tuple[SearchOutcome, Verified | None]:
-    """Compile the best maps until one fits. Return the outcome with it, and XLA's sizes, or None after an interrupt.
+    """Compile the best maps until one fits. Return the outcome with it and its sizes (None if interrupted).
 
     Raises:
         PlanError: None of the best maps fits as XLA compiles it.

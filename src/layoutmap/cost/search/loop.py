@@ -189,7 +189,7 @@ class _BudgetedSearch:
         return lambda point: self.evaluate_map(_SEARCHED, space.make_layout_map(point)).ranking_key
 
     def _drop_needless_rules(self, space: LayoutSpace, point: Point) -> Point:
-        """Return the point with each group at its first choice, which needs no rule, where that is not worse."""
+        """Return a point in which groups have their first choice, which needs no rule, if the map is then not worse."""
         compute_key = self._make_ranking_key_function(space)
         for n, choice in enumerate(point):
             simpler = (*point[:n], 0, *point[n + 1 :])
@@ -227,7 +227,7 @@ def choose_best_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def is_better(new: Candidate, old: Candidate) -> bool:
-    """Return whether `new` exceeds the memory limit by less, or by as much and is faster by more than `TIE`."""
+    """Return whether `new` exceeds the memory limit by less than `old`, or equally but is faster by over `TIE`."""
     return (new.ranking_key[0], new.ranking_key[1]) < (old.ranking_key[0], old.ranking_key[1] * (1 - TIE))
 
 

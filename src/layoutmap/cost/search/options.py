@@ -34,9 +34,8 @@ class LayoutOption:
     """Choice of a layout for a variable group, independent of the mesh."""
 
     model_axis: int | None = None  # axis that the model dim shards
-    shards_data_dim: bool = (
-        False  # whether the data dim also shards an axis, so that each use gathers the weight
-    )
+    # whether the data dim also shards an axis, so that each use gathers the weight
+    shards_data_dim: bool = False
 
 
 REPLICATED = LayoutOption()
@@ -142,7 +141,7 @@ def make_group_specs(group: VariableGroup, option: LayoutOption, roles: MeshRole
 def _choose_axis_for_data_dim(
     group: VariableGroup, dims: Sequence[tuple[str, ...]], roles: MeshRoles
 ) -> int | None:
-    """Return the axis for the data dim: the largest free one, else a table's rows, else the model dim's, or None."""
+    """Return the axis to shard over the data dim, preferably a large, unsharded axis without rows, or None."""
 
     def make_sort_key(axis: int) -> tuple[bool, bool, int]:
         return bool(dims[axis]), axis in group.find_axes("rows"), -group.shape[axis]

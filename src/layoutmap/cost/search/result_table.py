@@ -63,7 +63,7 @@ def _make_candidate_row(candidate: Candidate, is_result: bool) -> tuple[str, ...
 
 
 def explain_recomputation(outcome: SearchOutcome, layers_text: str, instructions: str) -> str:
-    """Return text that says why the best map recomputes activations, and how to, or "" if it does not recompute any."""
+    """Return a text on why and how to recompute activations, or "" if the best map recomputes none."""
     before, best = outcome.without_recomputing, outcome.best
     if before is None or before.cost is None or best.cost is None:
         return ""

@@ -46,7 +46,7 @@ def suspend_ambient_mesh() -> AbstractContextManager[object]:
 
 # The mesh that the user's code has set may have different axis types, so enter the layout map's mesh (decisions/0201).
 def use_mesh(mesh: AnyMesh) -> AbstractContextManager[object]:
-    """Return a context manager that sets the mesh to which mesh dim names refer. It also works inside a trace."""
+    """Return a context manager that sets the mesh to which mesh dim names refer, even inside a trace."""
     return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
 
 
@@ -59,14 +59,14 @@ def differs_from_ambient_mesh(mesh: AnyMesh) -> bool:
 
 
 def make_auto_axes_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """Return a mesh with the same devices and dims, in which all axes are auto."""
+    """Return a mesh with the same devices and dims, and with the axis type `Auto` for all dims."""
     if AxisType.Explicit not in mesh.axis_types:
         return mesh
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names)
 
 
 def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
-    """Return a tree with its arrays on a mesh with the same devices and the axis types of `mesh`, without a copy."""
+    """Return a tree of the same arrays, not copied, on meshes that have the axis types of `mesh`."""
 
     def change_leaf(leaf: object) -> object:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):

@@ -88,7 +88,7 @@ def create_from_blocks(
 
 
 def constrain_traced_array(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return a traced array constrained to a sharding, under the axis types of the mesh with which it is traced."""
+    """Return a traced array with a constraint to a sharding, for explicit and auto axes of the mesh of the trace."""
     mesh = jax.typeof(array).sharding.mesh
     if mesh.empty:
         mesh = jax.sharding.get_abstract_mesh()

@@ -82,7 +82,7 @@ def install_corrections(mesh_shape: Sequence[int]) -> None:
 
 @contextmanager
 def correct_lowering_without_devices_temporarily() -> Generator[None]:
-    """Until the block ends, apply the corrections also to programs lowered without devices: they will run on a mesh."""
+    """Correct programs that are lowered without devices, too, until the block ends, because they will run on a mesh."""
     token = _without_devices.set(True)
     try:
         with _PATCHES.activate():
@@ -152,7 +152,7 @@ def _lower_with_correction(
 def _lower_replacement_under_explicit_axes(
     replacement: Computation, context: Any, operands: Sequence[object], params: dict[str, object]
 ) -> Sequence[object]:
-    """Lower a replacement under explicit axes. Trace without a mesh, so that reshapes need no `out_sharding`."""
+    """Lower a replacement for explicit axes. It is traced without a mesh, so that reshapes need no `out_sharding`."""
     if "out_sharding" in params:
         params = {**params, "out_sharding": None}
     untyped = context.replace(
@@ -399,7 +399,7 @@ def _multiply_with_merged_axes(
 
 
 def _merge_summed_axes(value: jax.Array, batch: _Axes, summed: _Axes) -> tuple[jax.Array, _Axes, _Axes]:
-    """Return an operand with its batch axes first and its summed axes merged, the batch axes, and the merged axis."""
+    """Move an operand's batch axes first, and merge its summed axes. Return it, its batch axes, and its merged axis."""
     others = [axis for axis in range(value.ndim) if axis not in (*batch, *summed)]
     shape = [value.shape[axis] for axis in (*batch, *others)]
     merged_size = math.prod(value.shape[axis] for axis in summed)
@@ -542,7 +542,7 @@ def _transpose_and_pad_operands(
     preferred_element_type: np.dtype[Any] | None,
     **_: object,
 ) -> tuple[jax.Array, jax.Array, np.dtype[Any], np.dtype[Any]]:
-    """Return both operands in the axis order batch, features, positions, and the dtypes of sums and result."""
+    """Convert both operands to the axis order batch, features, positions. Also return the dtypes of sums and result."""
     dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
     sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     edges = [(low, high, dilation - 1) for (low, high), dilation in zip(padding, lhs_dilation, strict=True)]

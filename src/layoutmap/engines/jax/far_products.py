@@ -230,7 +230,7 @@ def _make_wrong_product_error(program_name: str, op: _ir.OpView, fix: str) -> En
 
 
 def _find_product_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Sharding]], set[tuple[int, int]]]:
-    """Return the layouts of a program's products, and the values of products that must be redistributed.
+    """Return the layouts of a program's products, and the values to redistribute so that XLA computes them correctly.
 
     Returns:
         The layouts of the operands and the result by number of the product, without products whose values are all
@@ -268,7 +268,7 @@ def _list_product_values(op: _ir.OpView) -> Sequence[Any]:
 
 
 def _get_compared_operand_positions(op: _ir.OpView) -> tuple[int, int]:
-    """Return the positions of the two operands to compare: (0, 1), or updates and indices for a scatter."""
+    """Return the positions of the two operands to compare: (0, 1), or for a scatter (2, 1), its updates and indices."""
     return (2, 1) if op.name == _SCATTER else (0, 1)
 
 

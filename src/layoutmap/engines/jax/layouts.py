@@ -29,7 +29,7 @@ from layoutmap.engines.protocol import Array, PlacementWithoutLayout
 
 # Equal meshes share one JAX mesh, so a weak table stores the mesh with which each array was created (decisions/0033).
 class ArrayLayouts:
-    """Find the layouts of arrays.
+    """Find the layouts of JAX arrays, and record the meshes on which arrays were created.
 
     An abstract mesh and the same mesh with devices share one JAX mesh. The layout of an array on it has the mesh that
     was used first, unless the array was created on the other mesh.
@@ -50,7 +50,7 @@ class ArrayLayouts:
     def make_checked_sharding(
         self, layout: Layout, shape: tuple[int, ...], name: str = "layout", *, pad: bool = False
     ) -> NamedSharding:
-        """Return the sharding of a layout that fits a shape.
+        """Return the sharding of a layout, after a check that the layout fits a shape.
 
         Raises:
             LayoutError: The layout does not fit. With `pad`, shards may be uneven.
@@ -59,7 +59,7 @@ class ArrayLayouts:
         return self.make_sharding(layout)
 
     def find_mesh(self, native_mesh: jax.sharding.Mesh) -> Mesh:
-        """Return the first mesh that was used with a `jax.sharding.Mesh`, or if there is none, a new mesh like it.
+        """Return the layoutmap mesh that was first converted to this JAX mesh. If there is none, create it.
 
         Raises:
             MeshError: An axis has a name that a mesh dim cannot have.
@@ -106,7 +106,7 @@ class ArrayLayouts:
             )
 
     def record_layout(self, array: Array, layout: Layout, *, source: object = None) -> Array:
-        """Record an array's mesh, so that `get_layout` returns it. Return `array`, or a new object if needed.
+        """Record the mesh of an array's layout. Return `array`, or a new object if `source` must keep another mesh.
 
         Args:
             array: The array.

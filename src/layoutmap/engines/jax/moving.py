@@ -132,7 +132,7 @@ def _is_on_one_device(move: ArrayMove, arrays: Arrays, target: _TargetArray) -> 
 
 
 class _ConversionProgram:
-    """Convert arrays in one program. Results for different devices stay on the source devices until a transfer.
+    """Convert arrays in one program. A result for other devices stays on its source devices until it is transferred.
 
     Attributes:
         shardings: The sharding of each result that must still move to its target's devices; `None`: it is there.
@@ -262,7 +262,7 @@ def _group_blocks_into_rounds(
     senders: Mapping[Device, int],
     receivers: Mapping[Device, int],
 ) -> tuple[TransferRound, ...]:
-    """Group blocks into rounds of one shape. No device sends or receives two blocks in a round."""
+    """Group blocks into rounds. In a round, all blocks have one shape, and no device sends or receives two."""
     rounds: list[tuple[tuple[int, ...], bool, dict[int, ReceivedBlock]]] = []
     count = len(senders)
 

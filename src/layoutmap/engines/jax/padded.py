@@ -97,7 +97,7 @@ class PaddedArray:
         sharding = NamedSharding(self.sharding.mesh, spec)
         with use_mesh(
             sharding.mesh
-        ):  # JAX refuses a slice if the mesh that the user has set has other axis types
+        ):  # JAX refuses a slice under a mesh with other axis types, so set this mesh
             return _gather_without_padding(self.array, self.shape, sharding)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:
@@ -227,7 +227,7 @@ def replace_padded_arrays_by_shapes(tree: T) -> T:
 def wrap_to_take_stored_arrays(
     function: Callable[..., T], *trees: object
 ) -> tuple[Callable[..., T], list[Array]]:
-    """Return a wrapper of `function` that takes the stored, padded arrays of `trees`, and a list of these arrays."""
+    """Return a pair: `function` with one argument per stored, padded array of `trees`, and the list of these arrays."""
     leaves, tree = jax.tree.flatten(trees)
     shapes = [leaf.shape if isinstance(leaf, PaddedArray) else None for leaf in leaves]
 
@@ -240,7 +240,7 @@ def wrap_to_take_stored_arrays(
 
 
 def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]) -> BlockReader:
-    """Return a reader of padded blocks. It reads unpadded blocks with `read`, and fills the padding with zeros."""
+    """Wrap `read`, which returns unpadded blocks, so that it accepts indices in the padding and returns zeros there."""
 
     def read_padded_values(index: Index) -> NumpyArray:
         part = intersect_blocks(index, make_full_index(shape))

@@ -68,7 +68,7 @@ def _make_process_sharding(devices: tuple[Device, ...]) -> NamedSharding:
 
 
 def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
-    """Return a dict from keys of initializers with programs to seeds. All processes get the seeds of process 0.
+    """Return the seed of each initializer that has a program, by key. All processes get the seeds of process 0.
 
     Args:
         initializers: The initializers by key, in the same order in all processes.

@@ -81,7 +81,7 @@ def check_shardy_passes() -> None:
 
 
 def format_sharding(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
-    """Return a layout as Shardy's text. Axes beyond its rank are unsharded. `None` lets Shardy choose all axes."""
+    """Return a layout as text for Shardy. Axes beyond its rank are unsharded. `None` lets Shardy choose all axes."""
     if layout is None:
         return f"<@{mesh}, [{', '.join(['{?}'] * rank)}]>"
     names = [", ".join(f'"{dim}"' for dim in layout.list_mesh_dims(axis)) for axis in range(layout.rank)]

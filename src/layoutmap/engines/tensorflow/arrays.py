@@ -57,7 +57,7 @@ _MADE_IN = "_layoutmap_layout"
 
 
 def convert_layout(layout: Layout) -> NativeLayout:
-    """Return DTensor's layout for a layout, and record the layout's mesh, so that `get_layout` finds the same mesh."""
+    """Convert a layout to a DTensor layout, and record its mesh, so that `get_layout` returns the same mesh."""
     native = make_native_layout(layout)
     with _lock:
         _mesh_of_native.setdefault(native.mesh.to_string(), layout.mesh)
@@ -105,7 +105,7 @@ def record_layout(array: T, layout: Layout) -> T:
 
 
 def convert_fitting_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
-    """Return DTensor's layout for a layout, or raise if the layout does not fit the shape."""
+    """Convert a layout to a DTensor layout, or raise if the layout does not fit the shape."""
     layout.check_fits(shape, name)
     return convert_layout(layout)
 
@@ -244,7 +244,7 @@ def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
 
 
 def relayout_with_size_one_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
-    """Return a tensor of a trace in a layout that also names mesh dims of size 1, for results of the function."""
+    """Relayout a result inside a trace, so that its DTensor layout also names mesh dims of size 1."""
     native = make_native_layout(layout, keeps_dims_of_size_1=True)
     if tf.executing_eagerly() or native == convert_layout(layout):
         return tensor

@@ -49,7 +49,7 @@ class _CollectedWrites:
         for operation in self.graph.get_operations():
             is_variable = any(each.dtype == tf.resource for each in operation.inputs)
             if is_variable and operation.type not in ("ReadVariableOp", "AssignVariableOp"):
-                raise WriteOrderError(operation.name)
+                raise WriteOrderError(f"{operation.name} may use a variable, so the order of writes matters")
             written += operation.type == "AssignVariableOp"
         if written != len(self.values):
             raise WriteOrderError("a variable is written without DVariable.assign")
@@ -58,7 +58,7 @@ class _CollectedWrites:
 def collect_write_if_traced(
     variable: tf.Variable, compute: Callable[[], tf.Tensor], write: Callable[[tf.Tensor], object]
 ) -> bool:
-    """Collect a write by the step being traced, and return True. Return False if no step is being traced.
+    """Collect a write of the traced step for the end of the step, and return True. Without a step, return False.
 
     Args:
         variable: The variable.
@@ -69,7 +69,7 @@ def collect_write_if_traced(
     if writes is None or tf.executing_eagerly():
         return False
     if tf.compat.v1.get_default_graph() is not writes.graph:
-        raise WriteOrderError(variable.name)
+        raise WriteOrderError(f"{variable.name} is written in an inner function of the step")
     writes.values[id(variable)] = write, compute()
     return True
 
@@ -84,12 +84,12 @@ def read_collected_value(variable: tf.Variable) -> tf.Tensor | None:
         return found[1]
     # A gradient would reach the inputs of the collected value, but not the variable, so compile the step unchanged.
     if variable.trainable:
-        raise WriteOrderError(variable.name)
+        raise WriteOrderError(f"{variable.name} is read again after a write, and needs a gradient")
     return tf.stop_gradient(found[1])
 
 
 class StepFunction:
-    """Compile a step so that it writes variables at its end, or unchanged if the order of its writes matters."""
+    """Compile a training step so that it writes variables at its end, unless the order of its writes matters."""
 
     def __init__(self, step: Callable[..., object], **options: Any):
         @functools.wraps(step)
@@ -119,7 +119,8 @@ class StepFunction:
         if signature in self._compiled:
             try:
                 return (self._writing_at_end or self._plain)(*args)
-            # A constant argument has a new value, so the step was traced again, and writes in a different order.
+            # A constant argument has a new value, so the step was traced again, and its writes may have a different
+            # order. Compile the step unchanged below.
             except WriteOrderError:
                 pass
         result = self._call_step_method("__call__", *args)

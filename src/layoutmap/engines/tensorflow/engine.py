@@ -162,7 +162,7 @@ class TensorFlowEngine:
         The relayout has a gradient. Inside a `tf.function`, it is DTensor's, which may lose the sign of a zero.
         """
         if isinstance(array, self.array_types):
-            if array.shape.rank is not None:  # in a tf.function the rank may be unknown
+            if array.shape.rank is not None:  # in a tf.function it may be unknown: skip the check
                 convert_fitting_layout(layout, tuple(array.shape))
             return relayout_with_size_one_dims(relayout_tensor(array, layout), layout)
         values = canonicalize_values(array)

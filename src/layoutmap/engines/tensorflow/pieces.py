@@ -91,7 +91,7 @@ class PiecewiseInitializer:
     # -- reading the graph
 
     def find_seed_leaf_index(self, tensor: tf.Tensor) -> int | None:
-        """Return the index of the seed's leaf for which a tensor is the input, or None for any other tensor."""
+        """Return the index of the seed's leaf that a graph input receives, or None if a tensor is no such input."""
         inputs = self._inputs[: self._num_seeds]
         return inputs.index(tensor.ref()) if tensor.ref() in inputs else None
 
@@ -117,7 +117,7 @@ class PiecewiseInitializer:
         return ""
 
     def _find_span_operands(self, tensor: tf.Tensor) -> ReasonAndOperands:
-        """Return why a tensor cannot be computed in spans, or an empty text, and the operands of its computation."""
+        """Return a pair: why a tensor cannot be computed in spans, or "", and the operands of its computation."""
         op = tensor.op
         if op.type in _COUNTS:
             return "", [(operand, False) for operand in op.inputs[1:]]
@@ -137,7 +137,7 @@ class PiecewiseInitializer:
         return "", [(operand, self.is_computed_in_spans(operand)) for operand in op.inputs]
 
     def _find_full_operands(self, tensor: tf.Tensor) -> ReasonAndOperands:
-        """Return why a tensor cannot be computed in full, or an empty text, and the operands of its computation."""
+        """Return a pair: why a tensor cannot be computed in full, or "", and the operands of its computation."""
         op, size = tensor.op, tensor.shape.num_elements()
         if self.find_seed_leaf_index(tensor) is not None:
             return "", []
@@ -151,7 +151,7 @@ class PiecewiseInitializer:
 
 
 class _SeedEvaluation:
-    """Evaluate the graph of a program for one seed, in spans. Tensors that all spans use in full are computed once."""
+    """Evaluate a graph for one seed, in spans of consecutive elements. Tensors needed in full are computed once."""
 
     def __init__(self, program: PiecewiseInitializer, seed: object):
         self._program = program

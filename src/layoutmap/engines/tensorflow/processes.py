@@ -18,7 +18,7 @@ dtensor = tf.experimental.dtensor
 
 
 def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
-    """Return a dict from the key of each initializer that has a program to its seed, which is that of process 0."""
+    """Return the seed of each initializer that has a program, by key. All processes get the seeds of process 0."""
     seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if dtensor.num_clients() == 1:
         return seeds

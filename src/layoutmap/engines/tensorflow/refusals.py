@@ -49,7 +49,7 @@ _CLASSES = {kind: type("EngineError", (_RefusalError, kind), {}) for kind in _KI
 
 
 def is_dtensor_refusal(error: tf.errors.OpError) -> bool:
-    """Return whether an error says that DTensor does not compute an operation or a function."""
+    """Return whether an error says that DTensor refuses to compute an operation or a function."""
     # DTensor's own functions raise this class for invalid arguments, too, so recognize a refusal by its text.
     if isinstance(error, tf.errors.InvalidArgumentError):
         return bool(_UNPLACED.search(error.message))
@@ -74,7 +74,7 @@ def shorten_function_name(name: str) -> str:
 
 
 def translate_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
-    """Return a refusal of DTensor as an `EngineError` of TensorFlow's class, too, and other errors unchanged."""
+    """Convert a refusal of DTensor to an error of both layoutmap and TensorFlow. Return other errors unchanged."""
     if isinstance(error, _RefusalError) or not is_dtensor_refusal(error):
         return error
     if found := _UNPLACED.search(error.message):

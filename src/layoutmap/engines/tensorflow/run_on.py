@@ -109,7 +109,7 @@ def _execute_on_one_device(name_position: int, execute: Callable[..., Any], args
     with set_attribute_temporarily(_current, "mesh", None), tf.device(None):
         gathered = tf.nest.map_structure(gather_if_on_mesh, list(args))
         if name_position == _POSITIONS["TFE_Py_Execute"]:
-            gathered[1] = None  # None: the device of the enclosing tf.device
+            gathered[1] = None  # the device: use that of the enclosing tf.device
         return execute(*gathered)
 
 

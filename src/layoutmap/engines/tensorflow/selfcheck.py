@@ -82,7 +82,7 @@ def check_dtensor_results(native_mesh: tf.experimental.dtensor.Mesh) -> None:
 
 
 def _is_training_step_correct(mesh: tf.experimental.dtensor.Mesh) -> bool:
-    """Return whether DTensor computes a step correctly that updates two variables by different sums over the mesh.
+    """Return whether DTensor correctly computes a step that updates two variables by different sums over the mesh.
 
     The step's input is packed from constants, because DTensor cannot pack the result of an operation inside `run_on`.
     """

@@ -302,7 +302,7 @@ def gather_tensor(array: Any) -> torch.Tensor:
 
 
 def relayout_dtensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
-    """Convert a DTensor to a layout (see `convert_fitting_layout`). Gradients flow back if the mesh stays the same."""
+    """Relayout a DTensor (see `convert_fitting_layout`). Gradients flow back if the mesh stays the same."""
     native, placements = convert_fitting_layout(layout, tuple(array.shape), pad=pad)
     check_no_slice_is_outdated("reading a tensor", array)
     # Simulated collectives fail on a mesh without rank 0, so use `_relayout_by_broadcasts` for such a mesh.
@@ -363,7 +363,7 @@ def _relayout_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
 
 
 def find_local_shard_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:
-    """Return a dict from starts and stops to the index, for each distinct shard of this process in a layout."""
+    """Return the index of each distinct shard of this process in a layout. The keys are its starts and stops."""
     here = bind_mesh(layout.mesh).local_device_ids
     return {ends: index for ends, (index, _) in group_devices_by_shard(layout, shape, here).items()}
 

@@ -238,7 +238,7 @@ def _compute_part_sizes(size: int, num_parts: int) -> list[int]:
 
 
 def find_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
-    """Return the layout of placements, or None if they have no layout or the mesh has no dim names.
+    """Return the layout that equals DTensor placements, or None if no layout does or the mesh has no dim names.
 
     Placements do not tell the order of dims of size 1 on an axis, so these get the order of the mesh.
     """

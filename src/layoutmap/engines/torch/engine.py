@@ -123,7 +123,7 @@ class TorchEngine:
         initializers: Mapping[str, Initializer],
         progress: Callable[[str], object] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Create DTensors in their layouts, with values that have the bits of `initializer.global_value()`.
+        """Create DTensors in their layouts, with values equal to `initializer.global_value()` bit for bit.
 
         If an initializer can return blocks, or its program can be computed in pieces, each process computes only its
         own blocks. Otherwise the global value is computed, sharded, and freed before the next value.
@@ -220,7 +220,7 @@ class TorchEngine:
             yield
 
     def call_with_layout(self, function: Function, layout: Layout, args: Args, kwargs: Kwargs) -> object:
-        """Call a function, and return its result in a layout, with the bits of a plain call.
+        """Call a function, and return its result in a layout, with the same bits as an unsharded call.
 
         A function that fills a tensor or draws random numbers, and takes no tensor, is computed in pieces. Any other
         function is called as it is, and its result is sharded.

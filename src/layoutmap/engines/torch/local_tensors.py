@@ -155,7 +155,7 @@ def make_simulation_patches(
         ),
         AttributePatch(local_tensors, "_THREAD_LOCAL_TENSOR_MODE", lambda _: _SimulationsPerThread(mode)),
         AttributePatch(LocalTensorMode, "__enter__", lambda _: _enter_simulation_mode),  # pyright: ignore[reportUnknownLambdaType]
-        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # each thread has its own mode
+        AttributePatch(local_tensors, "_PROCESS_MODE", lambda _: False),  # use the mode of each thread
         # While ranks are simulated, torch has no default group, so return the group of the simulated ranks.
         AttributePatch(local_collectives, "_get_default_group", lambda _: lambda: group),
         AttributePatch(local_collectives, "_prepare_collective_groups", make_cached_group_finder),

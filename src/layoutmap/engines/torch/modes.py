@@ -30,7 +30,7 @@ list_dispatch_modes = _get_current_dispatch_mode_stack
 correct_aliases: Callable[..., object] = cast(Any, _dispatch).return_and_correct_aliasing
 """Make the wrapped results of a view or in-place operator share the memory of its wrapped arguments."""
 
-disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would keep modes
+disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would not disable modes
 """Make a context in which functions are called without function modes."""
 
 

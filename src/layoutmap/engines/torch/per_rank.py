@@ -192,7 +192,7 @@ def _run_and_write_once(
 
 
 def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
-    """Run an operator that `can_run_directly` accepts once for each rank, and return the joined results."""
+    """Run an operator once for each rank (see `can_run_directly`), and return the joined results."""
     traits, order = _classify_operator(func), sorted(ranks)
     columns = [_iterate_value_by_rank(value, order) for value in args]
     named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]

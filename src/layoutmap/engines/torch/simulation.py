@@ -78,7 +78,7 @@ class _Simulation(SimulationMode):
 
 @skip_function_modes  # torch holds a lock here, and would deadlock if a function mode called torch
 def _find_rank_coordinates(find_coordinates: Function, mesh: DeviceMesh) -> object:
-    """Return the mesh coordinates of the simulated ranks that are in a mesh, as torch's method finds them."""
+    """Return the mesh coordinates of the simulated ranks in a mesh. `find_coordinates` is torch's method."""
     ranks = frozenset(list_ranks_of_root_mesh(mesh))
     now: Any = enabled_local_tensor_mode()
     if now.ranks <= ranks:

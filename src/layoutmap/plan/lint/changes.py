@@ -36,7 +36,7 @@ class Finding:
 
 
 def add_rule_changes_to_fixes(findings: Sequence[Finding], plan: PlanTable) -> Iterator[Problem]:
-    """Yield the problems of the findings, each with the change of the rules in its fix.
+    """Yield the problem of each finding, with the rules to change in its fix.
 
     Problems that are shown merged have the same text, which changes the variables of all of them.
     """

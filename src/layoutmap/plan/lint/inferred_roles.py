@@ -42,7 +42,7 @@ _BIAS = re.compile(r"b|bias|\d+")
 
 
 class InferredUse(NamedTuple):
-    """The inferred roles of the axes of a weight, and the path of its layer, which is its own path for many arrays."""
+    """The inferred roles of a weight's axes, and the path of its layer. An array without a layer counts as a layer."""
 
     use: AxesUse
     layer: str
@@ -74,7 +74,7 @@ _Roles = Iterator[tuple[_Array, tuple[str, ...]]]
 
 
 def infer_axis_uses(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, str], InferredUse]:
-    """Return a dict from the key of each weight of unknown use to its inferred use, without those that stay unknown."""
+    """Return a dict from weight key to inferred roles, for weights of unknown use with roles that can be inferred."""
     weights = [v for v in variables if v.kind is Kind.WEIGHT]
     unknown = [v for v in weights if v.use is None and v.parent is None]
     if not any(len(v.shape) > 1 for v in unknown):
@@ -164,7 +164,7 @@ def _infer_attention(block: Sequence[_Array]) -> _Roles:
 
 
 def _infer_named_kernels(block: Sequence[_Array], counts: Mapping[int, int]) -> _Roles:
-    """Yield the roles of kernels and of the one that takes their outputs, by names such as up and down, w1 and w2."""
+    """Yield the roles of first kernels, such as up or w1, and of the second kernel, such as down or w2, by names."""
     arrays = [array for array in block if len(array.shape) == 2]
     seconds = [array for array in arrays if SECOND_KERNEL.fullmatch(array.name)]
     if len(seconds) == 1:
@@ -173,7 +173,7 @@ def _infer_named_kernels(block: Sequence[_Array], counts: Mapping[int, int]) -> 
 
 
 def _infer_transposed_kernels(block: Sequence[_Array], counts: Mapping[int, int]) -> _Roles:
-    """Yield the roles of kernels and of the one that takes their outputs, if only these have transposed shapes."""
+    """Yield the roles of first kernels and the second kernel, if they are the only ones with transposed shapes."""
     shapes: dict[tuple[int, ...], list[_Array]] = defaultdict(list)
     for array in block:
         if len(array.shape) == 2:
@@ -192,7 +192,7 @@ def _infer_transposed_kernels(block: Sequence[_Array], counts: Mapping[int, int]
 
 
 def _infer_two_kernels(firsts: Sequence[_Array], second: _Array, counts: Mapping[int, int]) -> _Roles:
-    """Yield the roles of kernels and of the one that takes their outputs, without kernels of other shapes.
+    """Yield the roles of first kernels and of the second kernel, which takes their outputs, if their shapes fit.
 
     Args:
         firsts: The kernels with the outputs.
@@ -218,7 +218,7 @@ def _infer_two_kernels(firsts: Sequence[_Array], second: _Array, counts: Mapping
 
 
 def _list_output_axes(first: _Array, second: _Array) -> Sequence[int]:
-    """Return the axes that can be the outputs of two kernels, if the second takes the output of the first, or half."""
+    """Return the possible output axes of two kernels, if the second takes all or half of the outputs of the first."""
     return [
         out
         for out in first.possible_output_axes
@@ -229,7 +229,7 @@ def _list_output_axes(first: _Array, second: _Array) -> Sequence[int]:
 
 
 def _infer_chain(block: Sequence[_Array], least: int) -> _Roles:
-    """Yield the roles of `least` kernels or more with equal names but numbers, each of which takes the output before.
+    """Yield the roles of at least `least` numbered kernels, each of which takes the output of the one before.
 
     The order of two is less certain than their shapes: the first module that flax numbers can be the second to run.
     """

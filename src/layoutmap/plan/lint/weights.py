@@ -343,7 +343,7 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
 
 
 def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Yield each fused kernel of a block, of query, key, and value or of gate and up, with the one after the split.
+    """Yield each fused kernel (query, key, and value, or gate and up), with the kernel that takes its split outputs.
 
     By their shapes alone, these are two consecutive kernels, of which the second takes a third or a half of the outputs
     of the first. By the names of their layers, they have any order. With fewer heads of keys than of queries, the
@@ -371,7 +371,7 @@ def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weigh
 
 
 def _count_fused_parts(fused: Weight, taker: Weight) -> float:
-    """Return the outputs of a kernel per input of another one, or 0 if it has not more, or the kernels do not fit."""
+    """Return the outputs of `fused` per input of `taker`, or 0 if this is not above 1, or the shapes do not fit."""
     if fused.list_axis_sizes("in") != taker.list_axis_sizes("out"):
         return 0
     match fused.list_axis_sizes("out"), taker.list_axis_sizes("in"):

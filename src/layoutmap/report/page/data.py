@@ -109,7 +109,7 @@ class _PageData:
         }
 
     def _find_first_variable(self, starred_path: str) -> int | None:
-        """Return the position of the first variable with this path, in which stars are numbers, or None for a layer."""
+        """Return the position of the first variable with a path, in which stars are numbers, or None if none has it."""
         if "*" in starred_path:
             return next(
                 (

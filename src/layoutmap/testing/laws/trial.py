@@ -248,8 +248,10 @@ class Trial:
         if is_shared_pair:
             self._excluded = report.only_rounding
         yield from (row for row in report.rows if row.stage != "weights")
+        # A sharded model that differs already would also differ in the next stage, so stop. Two unsharded models go on,
+        # because their differences are estimates of the rounding in each stage.
         if is_shared_pair and any(row.stage != "weights" and not row.agrees for row in report.rows):
-            return  # only unsharded models go on, because rounding is estimated for each stage
+            return
         stage, fewer = "fewer rows", slice_rows(batch, self.case.rows * 2 // 3)
         expected, actual = self._fit_fewer_rows(reference, fewer), self._fit_fewer_rows(other, fewer)
         # Some models diverge, because all have the same learning rate, so compare only finite numbers.

@@ -194,4 +194,4 @@ def _format_rate(number: float, unit: str = "B/s") -> str:
         if number < 1000 or prefix == "T":
             return f"{number:.3g} {prefix}{unit}"
         number /= 1000
-    raise AssertionError("unreachable")
+    raise AssertionError("the loop returns at the latest for the last prefix")

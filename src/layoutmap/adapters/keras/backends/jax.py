@@ -76,7 +76,7 @@ class JaxBackend(Backend):
     ) -> object:
         """Store a value, and a new sharding in `_layout`. Return the sharding, which identifies the variable."""
         native = session.engine.make_native_layout(assignment.layout, assignment.layout.rank)
-        # Keras copies `_layout` to the slots of a weight, so a new object for each weight tells whose slot it is.
+        # Keras copies `_layout` to the slots of a weight, so a separate object for each weight identifies its slots.
         keras_layout = jax.sharding.NamedSharding(native.mesh, native.spec, memory_kind=native.memory_kind)
         variable._layout = keras_layout
         variable._value = value

@@ -210,7 +210,7 @@ def _check_row_division(
 
 
 def _is_on_own_devices(array: object) -> bool:
-    """Return whether a value is an array that no other process has a part of."""
+    """Return whether a value is an array with all of its elements on devices of this process."""
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
 
 
@@ -249,7 +249,7 @@ def wrap_to_report_failure(
         try:
             return original(*args, **kwargs)
         except (EngineError, jax.errors.JaxRuntimeError):
-            raise  # the other processes are unreachable or raise the same error
+            raise  # the other processes are unreachable or raise the same error, so do not report it
         except Exception as error:
             # A marked error is raised by all processes, or was reported by an inner `evaluate`, so do not report it.
             if not hasattr(error, _REPORTED):

@@ -85,7 +85,8 @@ def _make_readable_weights_call_wrapper(
                 return original(*args, **kwargs)
             args, kwargs = relayout_to_batch_layout((args, kwargs), session)
             results = original(*args, **kwargs)
-            # At the level AS_PLANNED, only recurrent layers get here, and DTensor may choose their outputs' layout.
+            # At level AS_PLANNED, only recurrent layers get here. DTensor may choose their outputs' layouts, so do not
+            # relay these out.
             gathers = session.thread_state.gathering_level
             return relayout_to_batch_layout(results, session) if gathers else results
 
@@ -118,7 +119,8 @@ def make_weight_reader(variable: Any, layout: Layout, session: KerasSession) -> 
             wanted = Layout.replicated(layout.mesh, layout.rank)
         variable.read_layout = wanted
         if session.thread_state.gathering_level:
-            # Relay out this gradient, too. The optimizer relays out others, such as those of regularizers.
+            # Relay out the gradient of this read, too. The optimizer does so for other gradients, such as those of
+            # regularizers.
             return relayout_with_gradient(read, wanted)
         return read if wanted == layout else constrain_layout(read, wanted)
 

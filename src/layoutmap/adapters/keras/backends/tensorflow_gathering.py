@@ -192,7 +192,7 @@ def relayout_with_gradient(value: tf.Tensor, layout: Layout) -> tf.Tensor:
 
 
 def _make_batch_layout(shape: Sequence[Any], session: KerasSession) -> Layout:
-    """Return a layout that shards only rows. If they do not fit the batch's, or all is gathered, it is replicated."""
+    """Return a layout that shards only rows, or a replicated one for rows unlike the batch's or if all is gathered."""
     policy = session.policy
     rows = policy.batches.get(True)
     gathers_all = session.thread_state.gathering_level == GatheringLevel.ALL

@@ -142,7 +142,7 @@ def compute_diag_part(original: Original, args: Arguments) -> tf.Tensor:
 
 
 def compute_strided_slice(original: Original, args: Arguments) -> tf.Tensor:
-    """Return a slice with an entry for each axis. If axes have none, DTensor slices incorrectly after a new axis."""
+    """Return a slice, computed with an index for each axis, because DTensor cannot omit any after a new axis."""
     ends = [tf.get_static_value(each) for each in (args.begin, args.end, args.strides)]
     rank = args.input_.shape.rank
     if not args.new_axis_mask or rank is None or any(each is None for each in ends):
@@ -197,7 +197,7 @@ def _repeat_per_axis(sizes: Sizes, num_axes: int) -> Sequence[int]:
 
 
 def _insert_zeros_in_kernel(kernel: Any, rates: Sizes) -> Any:
-    """Return a kernel with zeros between its elements along each spatial axis, to the effect of dilation `rates`."""
+    """Return a kernel with zeros between its elements along each spatial axis, which dilates it by `rates`."""
     kernel = tf.convert_to_tensor(kernel)
     for axis, rate in enumerate(_repeat_per_axis(rates, len(kernel.shape) - 2)):
         if rate > 1:

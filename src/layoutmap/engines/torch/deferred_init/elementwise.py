@@ -56,7 +56,7 @@ class NeedsWholeTensorError(Exception):
 
 
 class IndexMap(NamedTuple):
-    """Tell which element of a source tensor is needed for element `t` of the requested tensor: `scale * t + shift`.
+    """Map element `t` of the requested tensor to the element of a source tensor that it needs: `scale * t + shift`.
 
     `outer` is an earlier map, which need not be linear. A reader gives each element once, so only consumers with equal
     maps may share a reader.
@@ -67,13 +67,13 @@ class IndexMap(NamedTuple):
     shift: int = 0
 
     def convert_to_view_map(self, view: View) -> IndexMap:
-        """Convert this map, to elements of a view's memory, to a map to elements of the view."""
+        """Convert this map to elements of a view's memory into a map to elements of the view."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
     def convert_to_memory_map(self, view: View) -> IndexMap:
-        """Convert this map, to elements of a view, to a map to elements of the view's memory."""
+        """Convert this map to elements of a view into a map to elements of the view's memory."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
         if self.outer and self[1:] == (1, 0) and self.outer[:2] == (view.geometry, "within"):
@@ -81,7 +81,7 @@ class IndexMap(NamedTuple):
         return IndexMap((view.geometry, "around", self))
 
     def convert_to_row_start_map(self, length: int) -> IndexMap:
-        """Convert this map, to row numbers, to a map to the first element of each row."""
+        """Convert this map to row numbers into a map to the first element of each row."""
         return self._replace(scale=self.scale * length, shift=self.shift * length)
 
 
@@ -106,7 +106,9 @@ class ElementReaderBuilder:
         """
         reader = self._make_view_reader(view, end_number, IndexMap())
         if reader is None:
-            raise NeedsWholeTensorError("the tensor's elements overlap or are far apart in memory")
+            raise NeedsWholeTensorError(
+                "one pass cannot compute elements that overlap or are far apart in memory"
+            )
         return reader
 
     def _make_view_reader(self, view: View, end_number: int, index_map: IndexMap) -> Reader | None:
@@ -157,7 +159,7 @@ class ElementReaderBuilder:
     # -- operations that write part of a storage
 
     def _make_view_writer(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> SpanWriter:
-        """Return a function that, in a given span of a view's memory, repeats the write of an operation to the view."""
+        """Return a function that repeats an operation's write to a view, within a given span of the view's memory."""
         if operation.op.overloadpacket is aten.index_put_:
             return self._make_indexed_writer(operation, view)
         if not view.has_ascending_offsets:

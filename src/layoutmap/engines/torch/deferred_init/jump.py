@@ -38,7 +38,7 @@ def count_used_block_words(generator: torch.Generator) -> int:
 
 
 def jump_ahead(generator: torch.Generator, num_words: int) -> None:
-    """Advance a generator by a number of 32-bit words. Its cached second number of a normal pair is not changed."""
+    """Advance a generator by a number of 32-bit words. The cached second number of a normal pair stays cached."""
     state = generator.get_state().numpy().copy()
     blocks, place = divmod(count_used_block_words(generator) + num_words - 1, _N)
     place += 1

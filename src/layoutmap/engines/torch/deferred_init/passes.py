@@ -68,9 +68,9 @@ def iterate_spans_in_order(
 def iterate_spans_by_tiles(
     shape: Sequence[int], indices: Sequence[Index], piece_numel: int
 ) -> Iterator[tuple[ElementSpan, list[BlockSlice]]]:
-    """Yield ranges of elements that cover each block, and their places in it. None crosses a border of tiles."""
+    """Yield the spans of each block, each with its `BlockSlice`. Spans consist of whole tiles where possible."""
     columns = count_row_elements(shape)
-    # The first axis of which a row contains all elements; the axes before it number the rows.
+    # The tensor is drawn as a matrix. The axes from `row_axis` on are a row, and the axes before it number the rows.
     row_axis = next(i for i in range(len(shape) + 1) if math.prod(shape[i:]) == columns)
     for block, index in enumerate(indices):
         if math.prod(compute_block_shape(index)):
@@ -113,7 +113,7 @@ def _iterate_block_spans(
 def _iterate_row_parts(
     shape: Sequence[int], index: Index, size: int
 ) -> Iterator[tuple[int, int, tuple[int, ...], Index, Index]]:
-    """Yield the parts of a row. Each is `(start, stop, shape, index in the part, index in the block)`."""
+    """Yield each part of a row as a tuple: start, stop, shape, index in the part, index in the block."""
     if len(shape) == 1:
         for left, right in _split_range(index[0].start, index[0].stop, size):
             target = slice(left - index[0].start, right - index[0].start)
@@ -124,7 +124,7 @@ def _iterate_row_parts(
 
 
 def _split_range(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each part of a range, which is split at multiples of a size."""
+    """Split a range at multiples of `size`, and yield the start and stop of each part."""
     while start < stop:
         end = min(stop, start - start % size + size)
         yield start, end

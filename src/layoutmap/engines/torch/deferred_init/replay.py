@@ -54,7 +54,7 @@ def _list_operation_views(operation: RecordedOperation) -> list[View]:
 def find_needed_operation_numbers(
     operations: Sequence[RecordedOperation], memories: set[DeferredMemory], end_number: int
 ) -> list[int]:
-    """Return the ascending numbers of the operations on which some memories' values before `end_number` depend."""
+    """Return, in order, the numbers of the operations before `end_number` that determine the values of `memories`."""
     found: set[int] = set()
     seen: set[tuple[DeferredMemory, int]] = set()
     todo = [(memory, end_number) for memory in memories]

@@ -1,7 +1,7 @@
 """Describe recorded operations, and views of memory that is not allocated.
 
-A deferred tensor is a `View` of a `DeferredMemory`. Views are not recorded, because torch reports the memory of an
-operation's result. So each recorded operation creates or changes memory, and a list of them is a tensor's history.
+A deferred tensor is a `View` of a `DeferredMemory`. Views are not recorded, because torch reports the memory of
+an operation's result. So each recorded operation creates or changes memory, and a list of them is a tensor's history.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class RecordedOperation:
         return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
 
     def find_result_that_created(self, memory: DeferredMemory) -> View | None:
-        """Return the result for which this operation created a memory, or None if it did not create that memory."""
+        """Return the result stored in a memory that this operation created, or None if it did not create the memory."""
         written = {view.memory for view in self.writes}
         for view in self.results:
             if view is not None and view.memory is memory and memory not in written:

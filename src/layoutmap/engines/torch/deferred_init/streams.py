@@ -98,12 +98,12 @@ def free_scratch_buffer() -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _can_draw_in_pieces(fill: RandomFill) -> bool:
-    """Return whether drawing in pieces gives equal numbers and an equal generator state as drawing at once."""
-    for numel in (_RNG_GROUP * 50 + 5, _RNG_GROUP * 50):  # with and without an incomplete group
+    """Return whether drawing in pieces gives the same numbers and generator state as drawing at once."""
+    for numel in (_RNG_GROUP * 50 + 5, _RNG_GROUP * 50):  # the last group is incomplete, and then complete
         at_once, in_parts = torch.Generator("cpu"), torch.Generator("cpu")
         for generator in (at_once, in_parts):
             generator.manual_seed(20)
-            # An odd count leaves the second number of a normal pair in the cache.
+            # Begin with a cached second number of a normal pair, which an odd count leaves.
             torch.empty(5, device="cpu").normal_(generator=generator)
         expected = fill.draw_next_values(numel, at_once)
         parts = [
@@ -206,7 +206,7 @@ class RandomFillReader(Reader):
 
 @functools.cache
 def find_generator_overload(op: OpOverload) -> OpOverload | None:
-    """Return the overload of a random operation that takes a generator, or None if it has none, as for dropout."""
+    """Return the overload of a random operation that takes a generator, or None if there is none, as for dropout."""
     names = list_argument_names(op)
     if "generator" in names:
         return op

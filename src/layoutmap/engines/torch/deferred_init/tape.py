@@ -299,7 +299,7 @@ class Tape:
     def _advance_generator(
         self, operation: RecordedOperation, generator: torch.Generator
     ) -> RecordedOperation:
-        """Advance a generator as a random operation does. Return the operation, with a seed if it draws by tiles."""
+        """Advance a generator as an operation does. Return the operation, with a drawn seed if it draws by tiles."""
         view = operation.writes[0] if operation.writes else operation.results[0]
         fill = None if view is None else find_random_fill(operation, view)
         with self._pause_recording():
@@ -325,7 +325,7 @@ class Tape:
         return operation
 
     def _compute_view_values(self, views: list[View]) -> list[torch.Tensor]:
-        """Return the values of deferred tensors. On a tape of shapes only, `any()` is False, and `all()` is True."""
+        """Return the values of deferred tensors. If the tape has only shapes, `any()` is False, and `all()` is True."""
         if self._shapes_only and len(views) == 1:
             maker = self._operations[views[0].memory.writes[0]]
             if maker.op in (torch.ops.aten.any.default, torch.ops.aten.all.default):
@@ -347,7 +347,7 @@ class Tape:
         )
 
     def _make_recorded_argument(self, leaf: object) -> object:
-        """Return an argument as the tape stores it: a `View`, `Constant`, None for a generator, or the value itself."""
+        """Return an argument to record: a `View`, `Constant`, None for a generator, or itself."""
         if isinstance(leaf, torch.Generator):
             return None
         if not isinstance(leaf, torch.Tensor):

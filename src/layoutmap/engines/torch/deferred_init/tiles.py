@@ -22,7 +22,7 @@ _MIN_ROW_LENGTH = 64
 
 
 def count_row_elements(shape: Sequence[int]) -> int:
-    """Return the number of elements in a row.
+    """Return the number of elements in a row of the matrix that is drawn by tiles.
 
     A row spans as few of the last axes as have at least `_MIN_ROW_LENGTH` elements together, or all axes.
 
@@ -39,7 +39,7 @@ def count_row_elements(shape: Sequence[int]) -> int:
 
 
 def choose_tile_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the number of rows and of columns in a tile.
+    """Return the number of rows and of columns in a tile, which is drawn by a generator of its own.
 
     Example:
         >>> choose_tile_shape((1000, 500)), choose_tile_shape((8, 50000))
@@ -50,7 +50,7 @@ def choose_tile_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class TileReader(Reader):
-    """Read the values of one random fill, drawn by tiles.
+    """Read the values of one random fill, which is drawn tile by tile.
 
     `shape` is the tensor's shape, in the order of memory.
     """

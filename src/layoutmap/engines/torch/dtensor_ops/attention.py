@@ -57,7 +57,7 @@ def _compute_attention(draw_mask: Function, function: Function, args: Args, kwar
 
 
 def _find_matching_axes(tensor: torch.Tensor, axes_by_mesh_dim: dict[int, int], rank: int) -> dict[int, int]:
-    """Return a dict from mesh dim to the axis of an argument that matches axis `axes_by_mesh_dim[dim]` of the scores.
+    """Return a dict from mesh dim to the argument's axis that broadcasts to axis `axes_by_mesh_dim[dim]` of the scores.
 
     Axes that the argument lacks, or that have size 1, are left out.
     """

@@ -132,7 +132,7 @@ class _ShardedClassLoss:
     def compute_label_losses(
         self, logs: torch.Tensor, labels: torch.Tensor, is_counted: Any, weights: Any, smoothing: float
     ) -> tuple[torch.Tensor, Any]:
-        """Return this device's part of each row's loss, and a mask of the counted rows with a label here."""
+        """Return this device's part of each row's loss, and a mask of the counted rows with a label in its shard."""
         numbers, is_here = find_local_rows(labels, self._size, self._mesh, self._class_mesh_dims)
         is_here = is_here & is_counted
         losses = -logs.gather(self._axis, numbers.unsqueeze(self._axis)).squeeze(self._axis)

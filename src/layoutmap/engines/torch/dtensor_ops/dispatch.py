@@ -224,7 +224,7 @@ _REPLACEMENTS: dict[str, Function] = {
 
 
 def _compute_local_results(record_copy: Function, op: OpOverload, args: Args, info: Any) -> object:
-    """Return an operator's local results. If it views a redistributed argument, record this argument as a copy."""
+    """Return an operator's local results. If they are views of a redistributed argument, record it as a copy."""
     results = _ORIGINALS[_RESULTS](_DISPATCHER, op, args, info)
     if is_pure_view(op) and (schema := info.output_sharding.redistribute_schema) is not None:
         record_copy(args[0], info.local_args[0], schema.args_schema[0])
@@ -259,6 +259,6 @@ def _record_changes_and_return_results(
 def _answer_for_handled_operator(
     answer: Function, handler: Function, op: OpOverload, args: Args, kwargs: Kwargs
 ) -> object:
-    """Return the answer for an operator that DTensor computes by a handler, without a sharding rule."""
+    """Let `answer` compute an operator for which DTensor has a handler instead of a sharding rule."""
     mesh = next(each.device_mesh for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor))
     return answer(lambda: handler(op, args, kwargs), op, args, kwargs, mesh)

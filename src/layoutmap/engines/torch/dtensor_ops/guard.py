@@ -102,14 +102,14 @@ sharding_query = _ShardingQuery()
 
 
 def correct_operators_on_mesh(device_mesh: DeviceMesh) -> None:
-    """Let DTensor compute only proven operators on a mesh by its own rules. Other meshes stay as they are."""
+    """Let DTensor's own rules compute, on this mesh, only operators that are proven to be correct."""
     if device_mesh not in meshes:
         meshes.add(device_mesh)
         install_patches(OPERATOR_DISPATCH_PATCH)
 
 
 def _write_copies_back(op: OpOverload, changed: list[torch.Tensor], args: Args, kwargs: Kwargs) -> None:
-    """Write changes of DTensors that are copies back to the tensors that were copied."""
+    """Write the changes of DTensors that are copies back to the originals."""
     # Check again, because DTensor does not call the guard if it has cached the answer.
     _check_no_write_to_unsharded_tensor(op, args, kwargs)
     increment_hidden_change_counters(changed)
@@ -119,13 +119,13 @@ def _write_copies_back(op: OpOverload, changed: list[torch.Tensor], args: Args, 
 
 
 def _record_copy_for_view(source: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Record that a DTensor was redistributed for a view, because the view then belongs to the copy."""
+    """Record that a DTensor was redistributed for a view, because the view shares memory with the copy."""
     if isinstance(source, DTensor) and source.device_mesh in meshes:
         record_copy(source, make_dtensor(local, spec))
 
 
 def has_corrected_operators(device_mesh: DeviceMesh) -> bool:
-    """Return whether DTensor computes only proven operators on a mesh by its own rules."""
+    """Return whether `correct_operators_on_mesh` was called for a mesh."""
     return device_mesh in meshes
 
 
@@ -262,7 +262,7 @@ def _is_extreme_norm(name: str, args: Args) -> bool:
 
 
 def _is_proven_operator(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether DTensor's rule for an operator is proven. Namespaces other than `aten` count as proven."""
+    """Return whether DTensor's rule for an operator is proven correct. Rules outside `aten` count as proven."""
     if name in REDUCTIONS:
         position = list_argument_names(op).index("reduction")
         return (args[position] if position < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]

@@ -22,7 +22,7 @@ from layoutmap.engines.torch.modes import list_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves
 
-# torch.load refuses files of tensors with attributes, so store marks in a separate table (decisions/0151).
+# torch.load refuses files of tensors with attributes, so use a separate table (decisions/0151).
 _marks: Any = WeakIdKeyDictionary()
 """For each local tensor, whether it differs between devices."""
 
@@ -38,13 +38,13 @@ def mark_local_tensor(local: torch.Tensor, placements: Sequence[Placement]) -> t
 
 
 def _list_shard_marks(values: object) -> list[bool]:
-    """Return, for each marked tensor among some values, whether it differs between devices."""
+    """Return, for each recorded local tensor among some values, whether it differs between devices."""
     leaves = tree_leaves(values) if _marks else ()
     return [_marks[each] for each in leaves if isinstance(each, torch.Tensor) and each in _marks]
 
 
 def has_local_tensor(values: object) -> bool:
-    """Return whether some values contain a marked local tensor of a DTensor."""
+    """Return whether some values contain a recorded local tensor of a DTensor."""
     return bool(_list_shard_marks(values))
 
 

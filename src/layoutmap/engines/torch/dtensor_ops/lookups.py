@@ -105,7 +105,7 @@ def find_local_rows(
 def list_shard_indices(
     size: int, mesh: DeviceMesh, mesh_dims: Collection[int], device: torch.device
 ) -> torch.Tensor:
-    """Return the global indices of the part of an axis that this device's shard has (see `find_local_rows`)."""
+    """Return the global indices along an axis that this device's shard contains (see `find_local_rows`)."""
     return reshard_to_local(torch.arange(size, device=device), mesh, dict.fromkeys(mesh_dims, 0), ())
 
 

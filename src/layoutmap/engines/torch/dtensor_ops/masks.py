@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.specs import cache_while_meshes_exist, make_dtensor, make_row_major_spec
 
-# Two rounds suffice, because a third would change only bits below the precision of the threshold.
+# Two rounds of the hash suffice, because a third would change only bits below the precision of the threshold.
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _PIECE = 1 << 16  # number of elements to hash at once; so many fit into a CPU cache
 _LARGE_PIECE = 1 << 22  # number of elements to hash at once on other devices

@@ -43,7 +43,7 @@ outdated: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 # A slice of a DTensor may be a copy, so its source is stored to receive later writes (decisions/0151).
 class _CopyOrigin(NamedTuple):
-    """The tensor of which a redistributed copy was made, and where the copy is in memory.
+    """The source of a redistributed copy, and where the copy is in memory.
 
     Attributes:
         source: That tensor, outside of autograd.
@@ -151,7 +151,7 @@ def _check_copy_can_be_written_back(
 
 
 def increment_hidden_change_counters(changed: list[torch.Tensor]) -> None:
-    """Count changes that autograd does not see, also for the tensors of which the changed tensors are copies."""
+    """Count changes that autograd does not see, for the changed tensors and for the sources of copies."""
     for each in filter(has_hidden_changes, changed):
         for storage in _iterate_source_storages(get_storage(each)):
             increment_change_counter(storage)
@@ -224,7 +224,7 @@ def _check_and_call_torch_function(
     _: object, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
 ) -> object:
     """Replace `DTensor.__torch_function__`: refuse outdated slices, and call the function."""
-    if type(func) is not MethodWrapperType:  # a property's getter reads no values
+    if type(func) is not MethodWrapperType:  # a property's getter reads no values, so allow it
         _check_no_argument_is_outdated(func, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))

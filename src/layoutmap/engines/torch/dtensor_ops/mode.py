@@ -168,7 +168,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
             check_no_shard_with_dtensor(func, args, kwargs, changed)
             try:
                 return _compute_on_local_tensors(func, args, kwargs)
-            except RuntimeError as error:  # the shapes of a shard and a global tensor may not match
+            except RuntimeError as error:  # shapes of a shard and a global tensor differ
                 raise make_shard_error(
                     f"{format_function_name(func)}: combines a local shard with a global tensor", found
                 ) from error

@@ -99,8 +99,7 @@ def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> ob
 
 def _compute_group_norm(
     function: Function, args: Args, kwargs: Kwargs
-) -> object:  # DTensor's backward pass fails: pytorch/pytorch#184825
-
+) -> object:  # DTensor's backward pass fails (pytorch/pytorch#184825), so compute on shards
     given = {**dict(zip(("input", "num_groups", "weight", "bias", "eps"), args, strict=False)), **kwargs}
     x = given.pop("input")
     # Let torch check the options on the global shape.

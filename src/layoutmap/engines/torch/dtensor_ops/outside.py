@@ -239,7 +239,7 @@ def _register_hook(original: Function, tensor: DTensor, hook: Function) -> objec
 
     @functools.wraps(hook)
     def call_and_check_hook(gradient: torch.Tensor | None) -> object:
-        if gradient is None:  # the backward pass reaches only other weights of this gather
+        if gradient is None:  # only other weights of this gather have a gradient
             return None
         result = hook(gradient)
         check_value_is_not_shard("a gradient from a hook", result)

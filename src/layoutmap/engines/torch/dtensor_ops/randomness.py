@@ -2,7 +2,8 @@
 
 So dropout gives the same result on any mesh as on one device, and leaves the default generator in the same state. In
 DTensor, each device draws its own numbers (pytorch/pytorch#168058). With `draws="tiles"`, each device draws only its
-shard of a dropout mask: see `masks`. All processes must have the same seed; `check_equal_draws` compares their states.
+shard of a dropout mask: see `masks`. All processes must have the same seed.
+`check_equal_draws` compares the states of their generators.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def _compute_rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
 
 def _compute_pad(function: Function, args: Args, kwargs: Kwargs) -> object:
     given = {**dict(zip(("input", "pad", "mode", "value"), args, strict=False)), **kwargs}
-    if given.get("mode", "constant") == "constant":  # DTensor computes constant padding correctly
+    if given.get("mode", "constant") == "constant":  # DTensor computes this mode correctly, so call it
         return function(*args, **kwargs)
     return _make_last_axes_handler(len(given["pad"]) // 2)(function, args, kwargs)
 

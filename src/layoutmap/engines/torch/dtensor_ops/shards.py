@@ -62,7 +62,7 @@ def find_axes_to_shard(
         if not axes or dim in excluded_mesh_dims:
             continue
         axis = axes[0]
-        number = num_shards.get(axis, 1) * mesh.size(dim)  # several mesh dims may shard one axis
+        number = num_shards.get(axis, 1) * mesh.size(dim)  # earlier dims may shard it, too
         size = tensors[0].shape[axis]
         has_last = size > -(-size // number) * (number - 1)
         is_uneven = axis in uneven_axes and axis not in num_shards and has_last

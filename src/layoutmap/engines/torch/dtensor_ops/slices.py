@@ -26,7 +26,7 @@ from layoutmap.engines.torch.storages import get_base
 
 
 def keep_gradient_layout(changed_tensor: torch.Tensor) -> None:
-    """Keep the gradient of a DTensor in the DTensor's layout, after a view of it was changed in place."""
+    """Redistribute the gradient of a DTensor to its own layout in backward, after a view of it was changed in place."""
     base = get_base(changed_tensor)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
         mesh, placements = base.device_mesh, find_reachable_placements(base)

@@ -44,7 +44,7 @@ def _return_false(*args: object) -> bool:
 
 
 class _WithoutOverrideCheck:
-    """Stand in for torch, or `torch.overrides`, without the check for overrides."""
+    """Replace the module torch or `torch.overrides` in a copied function, so that checks for overrides are false."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module

@@ -82,7 +82,7 @@ class GatherUnit(torch.nn.Module):
     ) -> None:
         super().__init__()
         offload: Any = options.get("offload_policy")
-        # The base class of policies, which does not offload, has no `pin_memory`.
+        # The base class of policies has no `pin_memory`, and does not offload, so move nothing.
         for _, each in parameters if hasattr(offload, "pin_memory") else ():
             _move_to_cpu(each, is_pinned=offload.pin_memory)
         self._names = [name for name, _ in parameters]
@@ -128,7 +128,7 @@ class GatherUnit(torch.nn.Module):
         made.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
     def can_be_reused_for(self, parameters: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether `parameters` are the unit's own, unchanged, and no hooks of others interfere."""
+        """Return whether `parameters` are the unit's unchanged parameters, without hooks of other code."""
         hooks = get_saved_tensor_hooks()
         if not (hooks is None or isinstance(hooks, _GatherUnitCall) or is_activation_checkpoint(hooks)):
             return False

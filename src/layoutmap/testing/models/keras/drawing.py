@@ -44,7 +44,7 @@ class _KerasBuilder(ModelBuilder):
         super().__init__(choices, favorites, is_chain=is_chain)
         self.layers: dict[str, DrawnLayer] = {}
         self.calls: list[DrawnCall] = []
-        # Of an embedding that can also compute logits: the name, the vocabulary size, and the width.
+        # The name, vocabulary size, and width of an embedding that can also compute logits.
         self._reversible: tuple[str, int, int] | None = None
 
     def add_input(self) -> str:

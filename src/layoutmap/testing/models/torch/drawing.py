@@ -70,12 +70,13 @@ def draw_model(choices: Choices) -> Model:
     net = Class("Net", choices.pick_weighted(_STYLES), inputs, tuple(builder.parts), outputs)
     classes, returns_loss = (*builder.blocks, net), choices.is_one_in(2)
     model = Model(is_sequential, tuple(builder.inputs), classes, tuple(builder.outputs), returns_loss)
-    # Hooks and checkpoints have their own choices, seeded by the model's text, so that adding them changed the parts of
-    # no seed. The seeds must not change, so the text is that of the time before both (decisions/0200).
+    # Hooks and checkpoints were added later. Each seed must still give the same layers, so both have choices of their
+    # own, seeded by the model's text without later names and fields (decisions/0200).
     text = repr(model).replace(" module=", " made=").replace("ModelValue(", "Value(")
     text = text.replace(", checkpoint=None", "").replace(", head=None", "")
     model = _draw_hooks(model, Choices.from_seed(zlib.crc32(text.encode())))
-    # With this prefix, the seeds of faults in tests/testing/test_laws.py draw no checkpoints, and so the same models.
+    # The seeds of faults in tests/testing/test_laws.py must give the same models as before. With this prefix, they draw
+    # no checkpoints.
     return _draw_checkpoints(model, Choices.from_seed(zlib.crc32(f"checkpoints{text}".encode())))
 
 
@@ -116,7 +117,7 @@ class _TorchBuilder(ModelBuilder):
         self.is_block = is_block
         self.parts: list[Part] = []
         self.blocks: list[Class] = []
-        # Of an embedding that can share its weight with an output: the name, the vocabulary size, and the width.
+        # The name, vocabulary size, and width of an embedding that can share its weight with an output.
         self._embedding: tuple[str, int, int] | None = None
 
     def _append_part(self, kinds: str, drawn_layer: DrawnLayer, value: str, *setup: str) -> str:

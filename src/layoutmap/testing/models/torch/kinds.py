@@ -90,10 +90,12 @@ def _replace_width(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
 
 
 def _count_indices(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
+    """Return the shape with one element of the first axis for each drawn index."""
     return (drawn["i"].count(",") + 1, *shape[1:])
 
 
 def _make_padding_rule(num_padded: int) -> ShapeRule:
+    """Return a rule that pads both ends of each axis but the first, and rejects axes not larger than the padding."""
     return lambda shape, drawn: (
         (shape[0], *(n + 2 * num_padded for n in shape[1:])) if min(shape[1:]) > num_padded else None
     )
@@ -361,7 +363,7 @@ KINDS: dict[str, LayerKind] = {
 
 
 def draw_layer_of_kind(choices: Choices, kind: str, shape: Shape) -> DrawnLayer | None:
-    """Draw a layer of a kind for an input shape. Returns None if the drawn line does not accept the shape."""
+    """Draw a layer of a kind for an input shape. Return None if the drawn line does not accept the shape."""
     lines = KINDS[kind][2]
     if callable(lines):
         return lines(choices, shape)
