@@ -45,7 +45,7 @@ def write_safetensors(folder: str, arrays: Arrays) -> None:
     """Write arrays in this library's format."""
     from layoutmap.checkpoint.manifest import Manifest
     from layoutmap.checkpoint.source import SavedVariable
-    from layoutmap.checkpoint.step_writer import StepWriter, create_step_folder_if_space
+    from layoutmap.checkpoint.step_writer import StepWriter, check_space_and_create_step_folder
     from layoutmap.checkpoint.storage import LocalStorage, make_random_token
     from layoutmap.checkpoint.writer import WriteTask
 
@@ -58,7 +58,11 @@ def write_safetensors(folder: str, arrays: Arrays) -> None:
         todo.append(WriteTask(each, [index for index, _ in parts], lambda parts=parts: iter(parts)))
     manifest = Manifest(0, {"id": token}, None, {}, (), variables, {})
     with StepWriter(
-        storage, create_step_folder_if_space(storage, 0, token, total), manifest, todo, total_bytes=total
+        storage,
+        check_space_and_create_step_folder(storage, 0, token, total),
+        manifest,
+        todo,
+        total_bytes=total,
     ) as writer:
         writer.write_step()
 

@@ -24,7 +24,7 @@ import layoutmap as lm
 SIZE = 8
 VALUES = [np.ones((SIZE, SIZE), "float32"), np.ones((SIZE,), "float32")]
 
-AxesUse = Callable[[Any], Any]
+AxisRoles = Callable[[Any], Any]
 
 
 def read(layer: Any) -> None:
@@ -41,7 +41,7 @@ def assign(layer: Any) -> None:
 class Stack(keras.layers.Layer):
     """A layer that builds its list of dense layers."""
 
-    def __init__(self, count: int, use: AxesUse):
+    def __init__(self, count: int, use: AxisRoles):
         super().__init__(name="stack")
         self.dense = [keras.layers.Dense(SIZE) for _ in range(count)]
         self.use = use
@@ -57,7 +57,7 @@ class Stack(keras.layers.Layer):
         return x
 
 
-def make_functional(count: int, use: AxesUse) -> Any:
+def make_functional(count: int, use: AxisRoles) -> Any:
     """Return a functional model, and use each layer when it is built."""
     x = inputs = keras.Input((SIZE,))
     for number in range(count):
@@ -67,7 +67,7 @@ def make_functional(count: int, use: AxesUse) -> Any:
     return keras.Model(inputs, x)
 
 
-def make_stacked(count: int, use: AxesUse) -> Any:
+def make_stacked(count: int, use: AxisRoles) -> Any:
     """Return a model with one layer that builds and uses all others."""
     return keras.Sequential([keras.Input((SIZE,)), Stack(count, use)])
 
@@ -89,7 +89,7 @@ def main() -> None:
         for use in (read, assign):
             for count in counts:
 
-                def make(maker: Any = maker, count: int = count, use: AxesUse = use) -> Any:
+                def make(maker: Any = maker, count: int = count, use: AxisRoles = use) -> Any:
                     return maker(count, use)
 
                 alone, _ = time_call(make)

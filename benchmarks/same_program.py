@@ -136,20 +136,23 @@ def measure_kind(kind: str, blocks: int) -> dict[str, float]:
     library, _, backend = kind.partition("-")
     os.environ["KERAS_BACKEND"] = backend or "jax"
     programs = Timer(agreement.check_same_program)
-    # These compare batches and torch's random numbers. A step that is not due counts `should_compare_next_call` alone.
+    # These compare batches and torch's random numbers. A step that is not due counts `count_call_and_check_due` alone.
     timers = [
-        Timer(agreement.compare_texts, is_gathering=True),
+        Timer(agreement.gather_unequal_texts_and_checksums, is_gathering=True),
         Timer(agreement.compute_checksum),
-        Timer(agreement.CallComparisonSchedule.should_compare_next_call),
+        Timer(agreement.CallComparisonSchedule.count_call_and_check_due),
     ]
-    agreement.check_same_program, agreement.compare_texts, agreement.compute_checksum = programs, *timers[:2]  # type: ignore[assignment]
+    agreement.check_same_program, agreement.gather_unequal_texts_and_checksums, agreement.compute_checksum = (
+        programs,
+        *timers[:2],
+    )  # type: ignore[assignment]
     due = list[bool]()
 
-    def should_compare_next_call(schedule: agreement.CallComparisonSchedule) -> bool:
+    def count_call_and_check_due(schedule: agreement.CallComparisonSchedule) -> bool:
         due.append(timers[2](schedule))
         return due[-1]
 
-    agreement.CallComparisonSchedule.should_compare_next_call = should_compare_next_call  # type: ignore[method-assign]
+    agreement.CallComparisonSchedule.count_call_and_check_due = count_call_and_check_due  # type: ignore[method-assign]
     join(kind)
     step = KINDS[library](blocks)
     shares: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
@@ -174,7 +177,7 @@ def main() -> None:
         print(json.dumps(measure_kind(options.child, options.blocks)))
         return
     schedule = agreement.CallComparisonSchedule()
-    num_due = sum(schedule.should_compare_next_call() for _ in range(RUN_STEPS))
+    num_due = sum(schedule.count_call_and_check_due() for _ in range(RUN_STEPS))
     for kind in options.kinds:
         milliseconds = run_process_group(__file__, ["--blocks", str(options.blocks), "--child", kind], 2)
         spent = num_due * milliseconds["compared"] + (RUN_STEPS - num_due) * milliseconds["not compared"]

@@ -29,7 +29,7 @@ import numpy as np  # noqa: E402
 from measure import make_parser, time_call  # noqa: E402
 
 from layoutmap.adapters.keras.backends import tensorflow_functions as functions  # noqa: E402
-from layoutmap.engines.patches import Patches  # noqa: E402
+from layoutmap.engines.patches import PatchGroup  # noqa: E402
 
 L = keras.layers
 ROWS, LENGTH, WIDTH, HEADS, STEPS = 8, 32, 64, 8, 20
@@ -69,7 +69,7 @@ def compare(name: str, rounds: int) -> None:
     x = random.normal(size=(ROWS * STEPS, LENGTH, WIDTH)).astype("float32")
     y = random.normal(size=(ROWS * STEPS, LENGTH, 4)).astype("float32")
     original, firsts, losses, models = functions._PATCHES, [], [], []
-    without = Patches([each for each in original._patches if each._name not in REPLACED])  # pyright: ignore[reportAttributeAccessIssue]
+    without = PatchGroup([each for each in original._patches if each._name not in REPLACED])  # pyright: ignore[reportAttributeAccessIssue]
     for patches in (original, without):
         keras.utils.set_random_seed(0)
         layout_map = lm.LayoutMap("batch=2,model=4", rules, rest="replicated")

@@ -1,7 +1,7 @@
 """A plan with the cost of a step, made by hand: figures that a reader can work out."""
 
 import layoutmap as lm
-from layoutmap.core.variables import AxesUse, VariableSpec
+from layoutmap.core.variables import AxisRoles, VariableSpec
 from layoutmap.cost.cost import Cost
 from layoutmap.cost.machines import resolve_machine
 from layoutmap.cost.table import Collective, StepCost
@@ -15,7 +15,7 @@ UP = (4096, 14336)
 def weights(blocks=2):
     """A table, and blocks of one kernel each, in bfloat16."""
     kernels = [
-        VariableSpec(f"blocks.{i}.up.kernel", UP, "bfloat16", use=AxesUse(("in.0", "out.0")))
+        VariableSpec(f"blocks.{i}.up.kernel", UP, "bfloat16", use=AxisRoles(("in.0", "out.0")))
         for i in range(blocks)
     ]
     return [VariableSpec("tokens.embeddings", (128256, 4096), "bfloat16"), *kernels]

@@ -6,13 +6,13 @@ import itertools
 
 from hypothesis import strategies as st
 
-from layoutmap.core.variables import AxesUse, VariableSpec
+from layoutmap.core.variables import AxisRoles, VariableSpec
 
 MESHES = ["model=4", "batch=2,model=4", "data=4,model=2", "x=2,y=2", "batch=8"]
 
 
 def make_weight(path, shape, *roles, head_size=None):
-    return VariableSpec(path, shape, "float32", use=AxesUse(roles, head_size) if roles else None)
+    return VariableSpec(path, shape, "float32", use=AxisRoles(roles, head_size) if roles else None)
 
 
 def make_dense(path, sizes, head_size=None):

@@ -11,7 +11,7 @@ import frameworks
 STATE = {
     # ambient
     "adapters.current._current": "the one ContextVar: which scope is open in this thread and task",
-    # what is open on a thread, or anywhere; the patches of a library's classes themselves are `patches.Patches`
+    # what is open on a thread, or anywhere; the patches of a library's classes themselves are `patches.PatchGroup`
     "adapters.keras.hooks._being_constructed": "the variables without values that are being constructed on this thread",
     "adapters.keras.backends.jax_steps._returns_stored_arrays": "whether variables give padded arrays in this block",
     "adapters.keras.backends.tensorflow_steps._open_blocks": "the steps that run; an option is off meanwhile",

@@ -77,9 +77,9 @@ FAULTS = (
     Fault(
         "all equal initializers draw from one seed",
         "engines/jax/engine.py",
-        "array = wait_on_cpu(program(seeds[key]))",
+        "array = wait_for_computation_on_cpu(program(seeds[key]))",
         "first = self.__dict__.setdefault('_first', {}).setdefault(id(program), seeds[key])\n"
-        "                        array = wait_on_cpu(program(first))",
+        "                        array = wait_for_computation_on_cpu(program(first))",
     ),
     Fault(
         "gradients of grouped convolutions are left to XLA",
@@ -106,8 +106,8 @@ FAULTS = (
     Fault(
         "the gradient of one shard of the batch stands for all",
         "engines/torch/gather/gradients.py",
-        "part.clone().view(piece.shape), replace_placement(",
-        "piece.clone().view(piece.shape), replace_placement(",
+        "part.clone().view(piece.shape), copy_spec_with_placement(",
+        "piece.clone().view(piece.shape), copy_spec_with_placement(",
         "torch",
     ),
     Fault(
@@ -212,8 +212,8 @@ FAULTS = (
     Fault(
         "a dropped element is dropped in one shard only",
         "engines/torch/dtensor_ops/randomness.py",
-        "mask = shard_like(plain(_allocate_like(x).fill_(1), p, True), x)",
-        "mask = shard_like(plain(_allocate_like(x).fill_(1), p, True).flip(0), x)",
+        "mask = shard_like(plain(_allocate_unsharded_like(x).fill_(1), p, True), x)",
+        "mask = shard_like(plain(_allocate_unsharded_like(x).fill_(1), p, True).flip(0), x)",
         "torch",
     ),
     Fault(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from layoutmap.core.blocks import Ends, NumpyArray, assemble_blocks, get_slice_ends
+from layoutmap.core.blocks import Ends, NumpyArray, assemble_blocks, get_starts_and_stops
 from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.core.mesh import Mesh, convert_mesh
@@ -107,7 +107,9 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
     shape = tuple(n * count for n, count in zip(first.shape, layout.shard_counts, strict=True))
     parts: dict[Ends, tuple[int, NumpyArray]] = {}
     for i, (device_id, component) in enumerate(zip(device_ids, components, strict=True)):
-        number, same = parts.setdefault(get_slice_ends(layout.shard_slices(shape, device_id)), (i, component))
+        number, same = parts.setdefault(
+            get_starts_and_stops(layout.shard_slices(shape, device_id)), (i, component)
+        )
         if same.tobytes() != component.tobytes() and first.size:
             raise LayoutError(
                 f"pack: components {number} and {i} differ, but are the same shard",
@@ -117,7 +119,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
             )
     variable = VariableSpec("pack", shape, str(first.dtype))
     return target.create_from_shards(
-        Assignment(variable, layout), lambda index: parts[get_slice_ends(index)][1]
+        Assignment(variable, layout), lambda index: parts[get_starts_and_stops(index)][1]
     )
 
 
@@ -146,10 +148,10 @@ def unpack(tensor: Any) -> list[NumpyArray]:
     """
     layout = fetch_layout(tensor)
     target = find_engine(tensor)
-    shards = {get_slice_ends(index): values for index, values in target.iterate_shards(tensor)}
+    shards = {get_starts_and_stops(index): values for index, values in target.iterate_shards(tensor)}
     shape = tuple(tensor.shape)
     return [
-        shards[get_slice_ends(layout.shard_slices(shape, device_id))]
+        shards[get_starts_and_stops(layout.shard_slices(shape, device_id))]
         for device_id in target.bind_mesh(layout.mesh).local_device_ids
     ]
 

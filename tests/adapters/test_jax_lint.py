@@ -8,7 +8,7 @@ from axis_roles import assert_right, only, random
 from flax import nnx
 
 import layoutmap as lm
-from layoutmap.adapters.jax.roles import find_axis_uses
+from layoutmap.adapters.jax.roles import find_weight_axis_roles
 
 RNGS = nnx.Rngs(0)
 MODULES = {
@@ -35,7 +35,7 @@ def test_axes_do_what_their_roles_say(name):
     """Slices along an axis that is put out fill slices of the output; those along one that is summed over add up."""
     make, shape = MODULES[name]
     module, inputs = make(), random(shape)
-    used = {keys[0]: use.roles for keys, use in find_axis_uses([*nnx.iter_modules(module)]).items()}
+    used = {keys[0]: use.roles for keys, use in find_weight_axis_roles([*nnx.iter_modules(module)]).items()}
     assert {key for key in ("kernel", "bias", "lora_a", "lora_b") if getattr(module, key, None)} == set(used)
 
     def output(**weights):
@@ -58,7 +58,7 @@ NORMS = {
 def test_weights_of_norms_are_along_the_output(name):
     """A slice of the scale fills a slice of the last axis."""
     module = NORMS[name]()
-    assert {("out.0",)} == {use.roles for use in find_axis_uses([*nnx.iter_modules(module)]).values()}
+    assert {("out.0",)} == {use.roles for use in find_weight_axis_roles([*nnx.iter_modules(module)]).values()}
     for i in range(4):
         module.scale[...] = jnp.asarray(only(np.ones(4, "float32"), 0, i))
         assert {i} == set(np.nonzero(np.asarray(module(random((3, 4)))))[1])
@@ -69,7 +69,7 @@ def test_rows_of_a_table_are_looked_up():
     table = nnx.Embed(4, 3, rngs=RNGS)
 
     assert {("embedding",): ("rows", "out.0")} == {
-        k: use.roles for k, use in find_axis_uses([*nnx.iter_modules(table)]).items()
+        k: use.roles for k, use in find_weight_axis_roles([*nnx.iter_modules(table)]).items()
     }
     assert np.array_equal(table.embedding[...], table(jnp.arange(4)))
 
@@ -92,7 +92,7 @@ class Block(nnx.Module):
 
 def test_the_size_of_a_head_is_known_where_heads_share_an_axis():
     """That of flax's own attention is an axis of the kernel."""
-    found = find_axis_uses([*nnx.iter_modules(Block(nnx.Rngs(0)))])
+    found = find_weight_axis_roles([*nnx.iter_modules(Block(nnx.Rngs(0)))])
 
     assert 4 == found["attention", "query", "kernel"].head_size
     assert found["flax", "query", "kernel"].head_size is None

@@ -556,9 +556,9 @@ def test_known_calls_are_not_checked_again(layout_map, monkeypatch):
         (weight(), x, 2),
     ]
     step = lm.jit_step(lambda w, x, n: (w * n, (x @ w).sum() * n), batch_dim="batch", static_argnums=2)
-    find, found = type(step._programs).find_or_compile, []
+    find, found = type(step._programs).get_or_compile_program, []
     monkeypatch.setattr(
-        type(step._programs), "find_or_compile", lambda *args: found.append(args) or find(*args)
+        type(step._programs), "get_or_compile_program", lambda *args: found.append(args) or find(*args)
     )
     expected = []
     for number, call in enumerate(calls, 1):

@@ -8,7 +8,7 @@ import pytest
 
 import layoutmap as lm
 from layoutmap.cost.search.built_in_maps import iterate_built_in_maps
-from layoutmap.cost.search.options import get_specs, list_search_meshes
+from layoutmap.cost.search.options import list_search_meshes, list_specs_with_none
 from layoutmap.cost.search.space import LayoutSpace, SearchedModel
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.rules import presets, zoo
@@ -35,10 +35,13 @@ def test_written_rules_give_the_layouts_that_were_chosen(name):
             space = LayoutSpace(model, grid, tie_similar=tie_similar, extra_layouts=extra_layouts)
             for _ in itertools.repeat(None, 3):
                 point = tuple(map(chance.randrange, space.sizes))
-                layouts, _ = space.get_layouts(point)
+                layouts, _ = space.get_layouts_of_point(point)
                 made = space.make_layout_map(point)
                 table = make_plan_table(model.variables, made)
-                got = {group: {get_specs(table[path].layout) for path in group.paths} for group in layouts}
+                got = {
+                    group: {list_specs_with_none(table[path].layout) for path in group.paths}
+                    for group in layouts
+                }
                 assert {group: {specs} for group, specs in layouts.items()} == got
                 assert [] == [p for p in table.problems if p.severity != "note"]
                 if tie_similar:

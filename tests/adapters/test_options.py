@@ -48,7 +48,7 @@ def test_editors_know_the_options():
     known = {name: each.__forward_arg__ for name, each in OptionsByName.__annotations__.items()}
 
     assert every | own == known
-    late = {"ModelValues": object}  # imported for types only, since it imports numpy
+    late = {"SavedModelValues": object}  # imported for types only, since it imports numpy
     functions = (inspect.unwrap(lm.scope), lm.build, lm.apply)
     hints = [get_type_hints(each, localns=late)["options"] for each in functions]
     assert [Unpack[OptionsByName]] * 3 == hints

@@ -17,7 +17,7 @@ from transformers_models import FULL, WITH_A_PLAN, WITHOUT
 
 import layoutmap as lm
 from layoutmap.adapters.torch.paths import list_model_tensors
-from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_module_id
+from layoutmap.adapters.torch.roles import find_axis_roles_and_head_size, find_head_sizes_by_module_id
 
 LAYERS = {
     "Linear": (lambda: torch.nn.Linear(4, 5), (3, 4)),
@@ -34,7 +34,7 @@ def test_axes_do_what_their_roles_say(name):
     make, shape = LAYERS[name]
     layer, inputs = make(), torch.from_numpy(random(shape))
     tensors = dict(zip(("weight", "bias"), list_model_tensors(layer), strict=True))
-    roles = {key: find_axis_use(each, {}).roles for key, each in tensors.items()}
+    roles = {key: find_axis_roles_and_head_size(each, {}).roles for key, each in tensors.items()}
 
     def output(**weights):
         for key, value in weights.items():
@@ -50,7 +50,7 @@ def test_the_size_of_a_head_is_known_for_what_attention_modules_hold():
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(WITH_A_PLAN["llama"][1]())
     sizes = find_head_sizes_by_module_id(model)
-    found = {f.path: find_axis_use(f, sizes) for f in list_model_tensors(model)}
+    found = {f.path: find_axis_roles_and_head_size(f, sizes) for f in list_model_tensors(model)}
 
     assert model.config.head_dim == found["layers.0.self_attn.q_proj.weight"].head_size
     assert found["layers.0.mlp.up_proj.weight"].head_size is None

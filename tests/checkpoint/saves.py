@@ -12,7 +12,7 @@ from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.step_writer import StepWriter, create_step_folder_if_space
+from layoutmap.checkpoint.step_writer import StepWriter, check_space_and_create_step_folder
 from layoutmap.checkpoint.storage import make_random_token
 from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.blocks import Index, NumpyArray
@@ -53,7 +53,7 @@ def writers(
     variables = [SavedVariable(path, array.shape, array.dtype.name) for path, array in values.items()]
     total_bytes = sum(array.nbytes for array in values.values())
     first = open_storage(directory)
-    folder = create_step_folder_if_space(first, step, token, total_bytes)
+    folder = check_space_and_create_step_folder(first, step, token, total_bytes)
 
     def read(number: int, path: str, index: Index) -> Iterator[tuple[Index, NumpyArray]]:
         before(number, path)

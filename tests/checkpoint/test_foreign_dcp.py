@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import layoutmap as lm
 from layoutmap.checkpoint.foreign import open_checkpoint_source
-from layoutmap.checkpoint.foreign.dcp import DistributedCheckpoint
+from layoutmap.checkpoint.foreign.dcp import DistributedCheckpointSource
 from layoutmap.core.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
@@ -33,12 +33,12 @@ TENSORS = {
 }
 
 
-def saved(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> DistributedCheckpoint:
+def saved(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> DistributedCheckpointSource:
     nested = {name.partition(".")[2]: t for name, t in tensors.items() if "." in name}
     plain: dict[str, Any] = {name: t for name, t in tensors.items() if "." not in name}
     dcp.save(plain | {"nested": nested, "step": 3, "text": "as is"}, checkpoint_id=folder, no_dist=True)
     source = open_checkpoint_source(folder)
-    assert isinstance(source, DistributedCheckpoint)
+    assert isinstance(source, DistributedCheckpointSource)
     return source
 
 
@@ -53,7 +53,7 @@ def test_what_torch_saved_is_read(tmp_path: Path) -> None:
     found = {n: (v.shape, source.read(n).tobytes()) for n, v in source.variables.items() if v.shape}
 
     assert (expected, 3.0) == (found, source.read("scalar").item())
-    assert f"<DistributedCheckpoint {tmp_path / 'c'}: 9 tensors, no checksums>" == repr(source)
+    assert f"<DistributedCheckpointSource {tmp_path / 'c'}: 9 tensors, no checksums>" == repr(source)
 
 
 def test_only_the_bytes_of_a_block_are_read(tmp_path: Path) -> None:

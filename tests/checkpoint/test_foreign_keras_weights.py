@@ -56,7 +56,7 @@ def test_all_that_keras_saved_is_there(tmp_path: Path, name: str) -> None:
         n: (v.dtype, v.shape, source.read(n).tobytes()) for n, v in source.variables.items()
     }
     assert {"weight", "slot"} == {str(v.kind) for v in source.variables.values()}
-    assert f"<KerasWeights {tmp_path / name}: 22 variables, no checksums>" == repr(source)
+    assert f"<KerasWeightsSource {tmp_path / name}: 22 variables, no checksums>" == repr(source)
 
 
 def test_a_block_is_read_by_itself(tmp_path: Path) -> None:

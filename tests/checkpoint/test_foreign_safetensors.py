@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from layoutmap.checkpoint.foreign import open_checkpoint_source
-from layoutmap.checkpoint.foreign.safetensors import Safetensors
+from layoutmap.checkpoint.foreign.safetensors import SafetensorsSource
 from layoutmap.core.errors import CheckpointError
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool", "uint16", "int64", "float64")
@@ -71,7 +71,7 @@ def test_only_the_bytes_of_a_block_are_read(tmp_path: Path, index: tuple[slice, 
     """A block of rows or of columns costs its own bytes, and no more."""
     array = np.arange(16 * 1024, dtype="float32").reshape(16, 1024)
     save_file({"x": array}, tmp_path / "x.safetensors")
-    source = Safetensors(tmp_path)
+    source = SafetensorsSource(tmp_path)
     before = source.bytes_read
 
     found = source.read("x", index)
@@ -83,7 +83,7 @@ def test_narrow_columns_are_read_in_slabs(tmp_path: Path) -> None:
     """Runs of a few bytes are read with what is between them, in pieces of bounded size, and have their bits."""
     array = np.arange(3 * 5000 * 100, dtype="float32").reshape(3, 5000, 100)
     save_file({"x": array}, tmp_path / "x.safetensors")
-    source = Safetensors(tmp_path)
+    source = SafetensorsSource(tmp_path)
 
     found = source.read("x", np.s_[1:3, 10:4990, 7:9])
 
@@ -102,7 +102,7 @@ def test_a_folder_of_several_files_is_one_source(tmp_path: Path) -> None:
     assert [{"a": (2, 2), "b": (3,)}] * 3 == [
         {n: v.shape for n, v in each.variables.items()} for each in named
     ]
-    assert f"<Safetensors {folder}: 2 tensors in 2 files, no checksums>" == repr(named[0])
+    assert f"<SafetensorsSource {folder}: 2 tensors in 2 files, no checksums>" == repr(named[0])
 
 
 TWO = {"a": entry(0, 8), "b": entry(8, 16)}

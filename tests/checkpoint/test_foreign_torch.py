@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import layoutmap as lm
-from layoutmap.checkpoint.foreign.torch_file import TorchFile
+from layoutmap.checkpoint.foreign.torch_file import TorchFileSource
 from layoutmap.cli.main import main
 from layoutmap.core.errors import CheckpointError
 from layoutmap.engines.torch.element_types import to_numpy
@@ -66,7 +66,7 @@ def test_what_torch_saved_has_the_bits_that_torch_loads(tmp_path: Path, seed: in
     file = tmp_path / "a.pt"
     torch.save(drawn(seed), file)
     expected = tensors(torch.load(file, weights_only=True))
-    source = TorchFile(file)
+    source = TorchFileSource(file)
     paths = {name: path for path, each in source.variables.items() for name in (path, *each.aliases)}
 
     assert {*expected} == {*paths}
@@ -150,7 +150,7 @@ def test_a_pickle_runs_nothing(tmp_path: Path, content: Callable[[Path], bytes])
     mark = tmp_path / "mark"
     file = archive(tmp_path / "a.pt", content(mark))
     with pytest.raises(CheckpointError) as error:
-        TorchFile(file)
+        TorchFileSource(file)
 
     assert error.value.why
     assert error.value.fix
@@ -204,9 +204,9 @@ def test_a_pickle_does_not_change_what_reads_it(tmp_path: Path) -> None:
     file = archive(tmp_path / "a.pt", change + tensor_of("I2\nI2\n", "I2\nI1\n"), x0=bytes(16))
     for _ in range(2):
         with contextlib.suppress(CheckpointError):
-            TorchFile(file)
+            TorchFileSource(file)
     torch.save({"w": torch.ones(2, 2)}, tmp_path / "b.pt")
-    assert (2, 2) == TorchFile(tmp_path / "b.pt").variables["w"].shape
+    assert (2, 2) == TorchFileSource(tmp_path / "b.pt").variables["w"].shape
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,11 @@ def test_a_pickle_does_not_change_what_reads_it(tmp_path: Path) -> None:
 )
 def test_few_bytes_do_not_become_many(tmp_path: Path, content: bytes, more: dict[str, Any]) -> None:
     """Archives that are compressed, and tensors that have more values than the file, are refused."""
-    assert (2, 2) == TorchFile(
+    assert (2, 2) == TorchFileSource(
         archive(tmp_path / "good.pt", tensor_of("I2\nI2\n", "I2\nI1\n"), x0=bytes(16))
     )["w"].shape
     with pytest.raises(CheckpointError) as error:
-        TorchFile(archive(tmp_path / "a.pt", content, **more))
+        TorchFileSource(archive(tmp_path / "a.pt", content, **more))
 
     assert error.value.why
     assert error.value.fix
@@ -241,9 +241,9 @@ def test_views_of_one_memory_do_not_fill_a_disk(tmp_path: Path) -> None:
     torch.save([memory[n : n + 1000] for n in range(1000)], tmp_path / "a.pt")
     torch.save([memory] * 1000, tmp_path / "b.pt")
     with pytest.raises(CheckpointError, match="its tensors have 4000000 bytes"):
-        TorchFile(tmp_path / "a.pt")
+        TorchFileSource(tmp_path / "a.pt")
 
-    assert ["0"] == [*TorchFile(tmp_path / "b.pt").variables]
+    assert ["0"] == [*TorchFileSource(tmp_path / "b.pt").variables]
 
 
 def test_files_of_one_archive_share_no_bytes(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_files_of_one_archive_share_no_bytes(tmp_path: Path) -> None:
     data[entries[2] + 42 : entries[2] + 46] = data[entries[1] + 42 : entries[1] + 46]
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="the archive cannot be read"):
-        TorchFile(file)
+        TorchFileSource(file)
 
 
 @pytest.mark.every_case
@@ -274,7 +274,7 @@ def test_a_damaged_file_is_refused_or_read(tmp_path: Path, seed: int) -> None:
                 damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         file.write_bytes(damaged)
         try:
-            source = TorchFile(file)
+            source = TorchFileSource(file)
             for path in source.variables:
                 source.read(path)
             outcomes.add("read")
@@ -288,8 +288,8 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, 2)}, tmp_path / "a.pt")
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from layoutmap.checkpoint.foreign.torch_file import TorchFile\n"
-        f"print(TorchFile({str(tmp_path / 'a.pt')!r}).read('w').sum())"
+        "from layoutmap.checkpoint.foreign.torch_file import TorchFileSource\n"
+        f"print(TorchFileSource({str(tmp_path / 'a.pt')!r}).read('w').sum())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
@@ -303,4 +303,4 @@ def test_a_file_before_archives_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.pt").write_bytes(b"")
     for name in ("a.pt", "b.pt", "c.pt"):
         with pytest.raises(CheckpointError, match=r"(?s)the archive cannot be read.*since torch 1\.6"):
-            TorchFile(tmp_path / name)
+            TorchFileSource(tmp_path / name)

@@ -128,7 +128,7 @@ UNREAD = (
 READ_ALL = """
 import contextlib, io, resource, sys
 from layoutmap.checkpoint.foreign import open_checkpoint_source
-from layoutmap.checkpoint.foreign.torch_file import TorchFile
+from layoutmap.checkpoint.foreign.torch_file import TorchFileSource
 from layoutmap.cli.main import main
 from layoutmap.core.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
@@ -141,7 +141,7 @@ for line in sys.stdin:
         print(f"escaped {told.getvalue()[-300:]!r}", flush=True)
         continue
     try:
-        source = TorchFile(path) if path.endswith(".pt") else open_checkpoint_source(path)
+        source = TorchFileSource(path) if path.endswith(".pt") else open_checkpoint_source(path)
         values = {name: source.read(name) for name in source.variables}
         if hasattr(source, "check_file_sizes"):
             source.check_file_sizes()

@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layoutmap.checkpoint.lineage import (
-    SavedStep,
     StepHistory,
-    convert_lineage_to_facts,
+    StepLineage,
+    convert_lineage_to_manifest_entries,
     find_last_step_number,
     make_step_lineage,
-    read_lineage_from_facts,
+    parse_lineage_from_manifest_entries,
 )
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.storage import LocalStorage
@@ -35,9 +35,9 @@ MOVES = st.lists(
 )
 def test_a_step_comes_from_those_that_were_saved_on_its_way(moves: list[tuple[str, int]]) -> None:
     """However often a run goes back and whatever is deleted, ancestors are exactly those that it went through."""
-    there: dict[int, tuple[SavedStep, int]] = {}  # and the how many-th move has saved it
+    there: dict[int, tuple[StepLineage, int]] = {}  # and the how many-th move has saved it
     ways: dict[int, set[int]] = {}  # by that: those that it came from, also if they are deleted
-    position: tuple[SavedStep, int] | None = None
+    position: tuple[StepLineage, int] | None = None
     for number, (move, n) in enumerate(moves):
         if move == "on":
             step, way = 1 + n % 3, set[int]()
@@ -61,7 +61,9 @@ def test_a_step_comes_from_those_that_were_saved_on_its_way(moves: list[tuple[st
     for each, number in there.values():
         expected = {other.step for other, by in there.values() if by in ways[number]}
         assert expected == {other.step for other, _ in there.values() if each.has_ancestor(other)}
-        assert each == read_lineage_from_facts(each.step, convert_lineage_to_facts(each))
+        assert each == parse_lineage_from_manifest_entries(
+            each.step, convert_lineage_to_manifest_entries(each)
+        )
     assert len({each.order for each, _ in there.values()}) == len(there)
 
 

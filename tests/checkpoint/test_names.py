@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from layoutmap.checkpoint import foreign
 from layoutmap.checkpoint.export import export_source
 from layoutmap.checkpoint.foreign import open_checkpoint_source
-from layoutmap.checkpoint.foreign.safetensors import Safetensors
+from layoutmap.checkpoint.foreign.safetensors import SafetensorsSource
 from layoutmap.checkpoint.name_tables import NamePattern, NameTable, list_name_tables, read_name_table
-from layoutmap.checkpoint.renamed_source import RenamedSource, rename_source
+from layoutmap.checkpoint.renamed_source import RenamedSource, make_renamed_source
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.cli.main import main
 from layoutmap.core.blocks import Index
@@ -59,7 +59,9 @@ def theirs(names: NameTable) -> dict[str, np.ndarray]:
             axes = piece.tensor_axes or (("width",),)
             shape = [int(np.prod([SIZES[str(atom)] for atom in axis])) for axis in axes]
             for layer in range(2 if entry.path.stars else 1):
-                found[piece.name.fill_stars([str(layer)] * len(entry.path.stars))] = random.normal(size=shape)
+                found[piece.name.make_name_from_stars([str(layer)] * len(entry.path.stars))] = random.normal(
+                    size=shape
+                )
     return found
 
 
@@ -70,7 +72,9 @@ def ours(names: NameTable) -> dict[str, tuple[int, ...]]:
         axes = entry.tensors[0].variable_axes or (("width",),)
         sizes = [len(entry.tensors) if not isinstance(atom, str) else SIZES[atom] for (atom,) in axes]
         for layer in range(2 if entry.path.stars else 1):
-            found["model." + entry.path.fill_stars([str(layer)] * len(entry.path.stars))] = tuple(sizes)
+            found["model." + entry.path.make_name_from_stars([str(layer)] * len(entry.path.stars))] = tuple(
+                sizes
+            )
     return found
 
 
@@ -97,7 +101,7 @@ def test_a_table_reads_both_ways(name: str, skip: str) -> None:
     for path, shape in ours(table).items():
         model.add_variable_from_table([path], shape)
     values = {path: model.read(path) for path in ours(table)}
-    back = rename_source(Arrays(values), read_name_table(name))
+    back = make_renamed_source(Arrays(values), read_name_table(name))
 
     assert ours(table) == {path: variable.shape for path, variable in model.variables.items()}
     assert {n: a.tobytes() for n, a in there.arrays.items()} == {
@@ -133,7 +137,7 @@ def test_bytes_of_files_that_are_read(tmp_path: Path) -> None:
         {"q.weight": np.arange(8 * 256 * 64, dtype="float32").reshape(8 * 256, 64)},
         tmp_path / "m.safetensors",
     )
-    source = Safetensors(tmp_path)
+    source = SafetensorsSource(tmp_path)
     model = RenamedSource(
         source, read_name_table({"q": {"from": "q.weight", "axes": "(heads size) width -> width heads size"}})
     )
@@ -149,7 +153,8 @@ def test_an_end_of_a_path_is_enough_and_the_longest_wins() -> None:
     """A model within another has the same lines, after a dot; of several lines the one that says most is taken."""
     table = read_name_table({"norm.scale": "a", "blocks.*.norm.scale": "b.*"})
     found = [
-        table.find_entry(path) for path in ("x.y.norm.scale", "x.blocks.12.norm.scale", "pre_norm.scale")
+        table.find_matching_line(path)
+        for path in ("x.y.norm.scale", "x.blocks.12.norm.scale", "pre_norm.scale")
     ]
 
     assert [("norm.scale", ()), ("blocks.*.norm.scale", ("12",)), None] == [
@@ -167,7 +172,7 @@ def test_an_optional_part_is_found_with_and_without_it() -> None:
         found.append(model.read("e").tolist())
 
     assert [[0, 1, 2]] * 2 == found
-    assert ["model.embed.weight"] == list(rename_source(Arrays({"e": np.arange(3)}), table).variables)
+    assert ["model.embed.weight"] == list(make_renamed_source(Arrays({"e": np.arange(3)}), table).variables)
 
 
 def test_two_stars_stand_for_any_text() -> None:
@@ -177,7 +182,7 @@ def test_two_stars_stand_for_any_text() -> None:
 
     assert ([0, 1, 2], ["a.b"]) == (model.read("a.b").tolist(), list(model.variables))
     assert ("a.1.b", ["*", "**"]) == (
-        NamePattern("a.*.**").fill_stars(["1", "b"]),
+        NamePattern("a.*.**").make_name_from_stars(["1", "b"]),
         NamePattern("a.*.**").stars,
     )
 
@@ -197,12 +202,12 @@ def test_fused_tensors_are_divided_and_joined() -> None:
     values = {path: model.read(path) for path in ("gate", "up")}
 
     assert [fused[:3].T.tolist(), fused[3:].T.tolist()] == [values["gate"].tolist(), values["up"].tolist()]
-    assert fused.tolist() == rename_source(Arrays(values), table).read("gate_up").tolist()
+    assert fused.tolist() == make_renamed_source(Arrays(values), table).read("gate_up").tolist()
     with pytest.raises(
         CheckpointError,
         match=r"(?s)gate_up: it cannot be joined.*each of its 2 parts must occur exactly once",
     ):
-        rename_source(Arrays({"gate": values["gate"]}), table)
+        make_renamed_source(Arrays({"gate": values["gate"]}), table)
 
 
 def test_what_does_not_fit_a_table_is_refused_by_name() -> None:
@@ -220,9 +225,9 @@ def test_what_does_not_fit_a_table_is_refused_by_name() -> None:
             ["a"], (2, 3)
         )
     with pytest.raises(CheckpointError, match=r"(?s)no line for 1 variables.*b +not in the table"):
-        rename_source(Arrays({"b": np.zeros(3)}), table)
+        make_renamed_source(Arrays({"b": np.zeros(3)}), table)
     with pytest.raises(CheckpointError, match="q: its shape contradicts the name table"):
-        rename_source(Arrays({"q": np.zeros(3)}), table)
+        make_renamed_source(Arrays({"q": np.zeros(3)}), table)
 
 
 WRONG: dict[str, tuple[str, str]] = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from layoutmap.checkpoint.axes import (
     ArrayAxes,
     check_same_axis_names,
-    fill_block,
+    fill_block_from_source,
     parse_axes_expression,
     solve_axis_sizes,
 )
@@ -55,7 +55,7 @@ def test_any_block_is_found_and_nothing_else_is_read(
         read.append(other[block].size)
         return other[block]
 
-    filled = fill_block(result, index, here, there, SIZES, reading)
+    filled = fill_block_from_source(result, index, here, there, SIZES, reading)
 
     assert (expected[index].tolist(), result.size, result.size) == (result.tolist(), filled, sum(read))
 
@@ -78,9 +78,13 @@ def test_one_of_equal_parts_is_filled_and_the_others_are_not(here: str, there: s
     expected = result.copy()
     expected[own] = other.T if there == "a b" else other.reshape(2, 3)
 
-    filled = fill_block(result, make_full_index(shape), left, right, SIZES, lambda block: other[block])
+    filled = fill_block_from_source(
+        result, make_full_index(shape), left, right, SIZES, lambda block: other[block]
+    )
     back = np.full(other.shape, -1)
-    fill_block(back, make_full_index(other.shape), right, left, SIZES, lambda block: result[block])
+    fill_block_from_source(
+        back, make_full_index(other.shape), right, left, SIZES, lambda block: result[block]
+    )
 
     assert (expected.tolist(), 6, other.tolist()) == (result.tolist(), filled, back.tolist())
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.checkpoint.retention import Retention, validate_metrics
+from layoutmap.checkpoint.retention import RetentionRules, validate_metrics
 from layoutmap.core.errors import CheckpointError
 
 STEPS = st.lists(st.integers(0, 60), min_size=1, max_size=20, unique=True)
 POLICIES = st.builds(
-    Retention,
+    RetentionRules,
     keep_last=st.none() | st.integers(1, 4),
     best=st.none() | st.just("loss"),
     best_mode=st.sampled_from(("min", "max")),
@@ -23,7 +23,7 @@ POLICIES = st.builds(
 
 @given(policy=POLICIES, steps=STEPS, data=st.data())
 def test_the_last_and_the_best_are_kept_and_nothing_else(
-    policy: Retention, steps: list[int], data: st.DataObject
+    policy: RetentionRules, steps: list[int], data: st.DataObject
 ) -> None:
     """However steps come, the last saved, the last by number and the best are there, and no others."""
     there: dict[int, dict[str, float]] = {}
@@ -51,7 +51,7 @@ def test_the_last_and_the_best_are_kept_and_nothing_else(
 @given(every=st.integers(1, 10), strides=st.lists(st.integers(1, 12), max_size=30), first=st.integers(0, 30))
 def test_a_step_is_due_once_for_each_multiple_reached(every: int, strides: list[int], first: int) -> None:
     """Whatever the strides of the calls, each call that reaches or passes a multiple is due, and no other."""
-    policy, step, seen = Retention(every_steps=every), first, None
+    policy, step, seen = RetentionRules(every_steps=every), first, None
     for stride in [0, *strides]:
         step += stride
         passed = range(step, step + 1) if seen is None else range(seen + 1, step + 1)
@@ -62,8 +62,8 @@ def test_a_step_is_due_once_for_each_multiple_reached(every: int, strides: list[
 @given(minutes=st.floats(0.1, 100), seconds=st.floats(0, 10_000), step=st.integers(0, 1000))
 def test_a_step_is_due_after_a_time(minutes: float, seconds: float, step: int) -> None:
     """With a time alone, a step is due once it has passed; with neither of the two, always."""
-    assert (seconds >= 60 * minutes) == Retention(every_minutes=minutes).is_save_due(step, step, seconds)
-    assert Retention().is_save_due(step, step, seconds)
+    assert (seconds >= 60 * minutes) == RetentionRules(every_minutes=minutes).is_save_due(step, step, seconds)
+    assert RetentionRules().is_save_due(step, step, seconds)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_step_is_due_after_a_time(minutes: float, seconds: float, step: int) -
 def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, object], begin: str) -> None:
     """What cannot decide anything is refused at once, by name."""
     with pytest.raises(CheckpointError) as error:
-        Retention(**arguments)  # type: ignore[arg-type]
+        RetentionRules(**arguments)  # type: ignore[arg-type]
 
     assert begin == str(error.value).splitlines()[0]
 

@@ -489,7 +489,7 @@ def test_a_sender_that_cannot_read_a_value_tells_the_receiver(monkeypatch):
 @pytest.mark.parametrize("number", [1, 3, 7])
 def test_an_interrupt_leaves_the_old_weights_or_the_new_ones(number, monkeypatch):
     """One that comes while weights are put waits until they all are, and the sender knows."""
-    model, fill, calls = make_module(1), model_values.ModelValues.read_into_shards, []
+    model, fill, calls = make_module(1), model_values.SavedModelValues.read_into_shards, []
 
     def interrupt(self, variable, shards):
         calls.append(variable)
@@ -497,7 +497,7 @@ def test_an_interrupt_leaves_the_old_weights_or_the_new_ones(number, monkeypatch
             signal.raise_signal(signal.SIGINT)
         return fill(self, variable, shards)
 
-    monkeypatch.setattr(model_values.ModelValues, "read_into_shards", interrupt)
+    monkeypatch.setattr(model_values.SavedModelValues, "read_into_shards", interrupt)
     data, _ = record(lm.stream(make_module()))
     with pytest.raises(KeyboardInterrupt):
         replay_in_main_thread(data, model)

@@ -17,7 +17,7 @@ from layoutmap.core.blocks import (
     intersect_blocks,
     make_full_index,
     normalize_index,
-    stack_slice_ends,
+    stack_starts_and_stops,
 )
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.testing import strategies
@@ -88,7 +88,7 @@ def test_each_element_in_one_block(data: st.DataObject, shape: tuple[int, ...]):
     counts = np.zeros(shape, int)
     for block in blocks:
         counts[block] += 1
-    found = find_coverage_fault(*stack_slice_ends(blocks, len(shape)), make_full_index(shape))
+    found = find_coverage_fault(*stack_starts_and_stops(blocks, len(shape)), make_full_index(shape))
 
     if found is None:
         assert (counts == 1).all()
@@ -118,7 +118,7 @@ def damaged(data: st.DataObject, blocks: list[Index], shape: tuple[int, ...]) ->
 def test_a_grid_that_nobody_could_count():
     """What blocks cover is found out in the memory of the blocks, though they cut each axis at other places."""
     corners = [tuple(slice(i, i + 1) for _ in range(12)) for i in range(1000)]
-    found = find_coverage_fault(*stack_slice_ends(corners, 12), make_full_index((1000,) * 12))
+    found = find_coverage_fault(*stack_starts_and_stops(corners, 12), make_full_index((1000,) * 12))
 
     assert found is not None
     assert 0 == found[1]

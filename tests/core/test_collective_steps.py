@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from layoutmap.core.blocks import get_slice_ends
+from layoutmap.core.blocks import get_starts_and_stops
 from layoutmap.core.collective_steps import SliceStep, find_collective_steps
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
@@ -50,7 +50,7 @@ def test_drawn_layouts_are_reached_by_sending_what_is_missing():
         )
         pieces = find_block_transfers(dict(enumerate(stored)), {n: [index] for n, index in enumerate(wanted)})
         missing = sum(piece.num_elements for piece in pieces if piece.sender != piece.receiver)
-        ends = [[*map(get_slice_ends, blocks)] for blocks in (stored, wanted)]
+        ends = [[*map(get_starts_and_stops, blocks)] for blocks in (stored, wanted)]
         steps = find_collective_steps(*ends, missing)
         if steps is None:
             kinds.add("pieces")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from layoutmap.core.errors import MeshError
 from layoutmap.core.mesh import UNSHARDED, Mesh, MeshDimension
-from layoutmap.core.mesh_dims import infer_unknown_size, parse_mesh_dims
+from layoutmap.core.mesh_dims import parse_mesh_dims, replace_unknown_size
 from layoutmap.testing import strategies
 
 TWINS = {
@@ -425,7 +425,7 @@ BAD_MESHES = {
         ),
     ),
     "two open sizes": (
-        lambda: infer_unknown_size(parse_mesh_dims("x=-1,y=-1"), 8),
+        lambda: replace_unknown_size(parse_mesh_dims("x=-1,y=-1"), 8),
         (
             "mesh dims x, y all have size -1\n"
             "  why   the number of devices determines only one unknown size\n"
@@ -433,7 +433,7 @@ BAD_MESHES = {
         ),
     ),
     "an open size that does not divide": (
-        lambda: infer_unknown_size(parse_mesh_dims("x=-1,y=3"), 8),
+        lambda: replace_unknown_size(parse_mesh_dims("x=-1,y=3"), 8),
         (
             "the size -1 of mesh dim 'x' cannot be determined\n"
             "  mesh     x=-1, y=3\n"
@@ -459,6 +459,6 @@ def test_a_mesh_that_cannot_be_is_refused_with_the_fix(mistake: str):
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_an_open_size_takes_what_the_devices_leave(known: int, open_size: int):
     """One size of -1 is the number of devices divided by the other sizes."""
-    dims = infer_unknown_size(parse_mesh_dims([("x", known), ("y", -1)]), known * open_size)
+    dims = replace_unknown_size(parse_mesh_dims([("x", known), ("y", -1)]), known * open_size)
 
     assert (("x", known), ("y", open_size)) == tuple((dim.name, dim.size) for dim in dims)

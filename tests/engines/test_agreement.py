@@ -12,8 +12,8 @@ from layoutmap.engines.agreement import (
     CallComparisonSchedule,
     check_same_batch,
     check_same_program,
-    compare_texts,
     gather_texts,
+    gather_unequal_texts_and_checksums,
 )
 
 
@@ -27,8 +27,12 @@ def test_each_hears_what_all_say():
 
 def test_what_is_alike_is_not_reported():
     """The same words give nothing, others those of all; numbers are gathered along."""
-    assert [([], [0, 1])] * 2 == everywhere(2, lambda i, gather: compare_texts("same", gather, i))
-    assert [(["0", "1"], [0, 0])] * 2 == everywhere(2, lambda i, gather: compare_texts(str(i), gather))
+    assert [([], [0, 1])] * 2 == everywhere(
+        2, lambda i, gather: gather_unequal_texts_and_checksums("same", gather, i)
+    )
+    assert [(["0", "1"], [0, 0])] * 2 == everywhere(
+        2, lambda i, gather: gather_unequal_texts_and_checksums(str(i), gather)
+    )
 
 
 def messages(number, parts, call=lambda i: "a step"):
@@ -78,7 +82,7 @@ def test_calls_are_compared_without_end_and_ever_more_rarely(epochs):
     for length in epochs:
         schedule.begins_epoch = True
         begins.append(calls + 1)
-        due += [call for call in range(calls + 1, calls + length + 1) if schedule.should_compare_next_call()]
+        due += [call for call in range(calls + 1, calls + length + 1) if schedule.count_call_and_check_due()]
         calls += length
     powers = {1 << n for n in range(calls.bit_length())}
 

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import layoutmap as lm
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.jax import shardy
-from layoutmap.engines.jax.far_products import insert_barriers
+from layoutmap.engines.jax.far_products import correct_products_in_module
 
 PROCESSES = ("jax",)
 XLA = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -359,7 +359,7 @@ def test_what_cannot_be_kept_apart_is_refused():
     with shardy.make_mlir_context():
         module = shardy.parse_module(FIXED)
         with pytest.raises(EngineError) as refused:
-            insert_barriers(module, "step")
+            correct_products_in_module(module, "step")
 
     assert "step: XLA could compute wrong numbers" == str(refused.value).splitlines()[0]
 

@@ -16,7 +16,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.dtensor import relayout, unpack
 from layoutmap.engines.tensorflow import selfcheck
-from layoutmap.engines.tensorflow.combined import StepFunction
+from layoutmap.engines.tensorflow.combined import StepWithWritesAtEnd
 from layoutmap.engines.tensorflow.engine import engine
 from layoutmap.testing.engine_contract import assert_same_bits
 
@@ -510,7 +510,7 @@ def test_a_step_whose_sums_are_combined_reads_its_own_writes(step, writes_at_end
     held = [
         lm.DVariable(each.numpy(), layout=Layout(["y"], GRID), trainable=each.trainable) for each in plain
     ]
-    combined = StepFunction(lambda x: step(*held, x), autograph=False)
+    combined = StepWithWritesAtEnd(lambda x: step(*held, x), autograph=False)
     one_by_one = tf.function(lambda x: step(*plain, x), autograph=False)
 
     for _ in range(2):

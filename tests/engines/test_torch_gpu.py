@@ -35,7 +35,7 @@ from layoutmap.testing import torch_speeds as speeds
 
 kind = speeds.make_device_facts()["kind"]
 torch.empty(2**26, device="cuda" if kind != "CPU" else "cpu")
-peak = speeds.make_peak_bytes_reader()
+peak = speeds.make_peak_bytes_function()
 torch.empty(2**24, device="cuda" if kind != "CPU" else "cpu")
 print(kind, peak(), sep=",")
 """

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layoutmap import Layout, LayoutMap, Mesh, Plan, PlanError
-from layoutmap.core.variables import AxesUse, VariableSpec
+from layoutmap.core.variables import AxisRoles, VariableSpec
 from layoutmap.cost.table import Collective
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
@@ -21,7 +21,7 @@ DATA, MODEL = 2, 4
 
 
 def weight(path, shape, *roles, head_size=None):
-    return VariableSpec(path, shape, "float32", use=AxesUse(roles, head_size) if roles else None)
+    return VariableSpec(path, shape, "float32", use=AxisRoles(roles, head_size) if roles else None)
 
 
 def decoder(prefix="", *, flat=False, number=2):

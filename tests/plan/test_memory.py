@@ -5,7 +5,7 @@ from hypothesis import given
 
 from layoutmap import LayoutMap
 from layoutmap.core.layout import Layout
-from layoutmap.core.variables import AxesUse, Kind, VariableSpec
+from layoutmap.core.variables import AxisRoles, Kind, VariableSpec
 from layoutmap.scope.plan import make_plan
 from layoutmap.testing import strategies
 
@@ -27,9 +27,9 @@ def test_the_parts_are_all_that_a_device_holds(drawn):
 
 def test_a_table_is_sharded_along_its_rows():
     """Whichever axis they are, as in a reversed table; a kernel after a sharded one along the axis that they share."""
-    table = VariableSpec("table.reverse", (16, 64), "float32", use=AxesUse(("out.0", "rows")))
-    up = VariableSpec("block.up", (16, 64), "float32", use=AxesUse(("in.0", "out.0")))
-    down = VariableSpec("block.down", (64, 16), "float32", use=AxesUse(("in.0", "out.0")))
+    table = VariableSpec("table.reverse", (16, 64), "float32", use=AxisRoles(("out.0", "rows")))
+    up = VariableSpec("block.up", (16, 64), "float32", use=AxisRoles(("in.0", "out.0")))
+    down = VariableSpec("block.down", (64, 16), "float32", use=AxisRoles(("in.0", "out.0")))
     plan = make_plan([table, up, down], LayoutMap("model=4", {r"block\.up": (None, "model")}))
 
     assert {"table.reverse": 1, "block.down": 0} == {row.path: row.axis for row in plan.memory.rows}

@@ -13,7 +13,7 @@ from flax import nnx
 import layoutmap as lm
 from layoutmap.cli.syntax import translate_rules_to_yaml
 from layoutmap.cost.table import Collective
-from layoutmap.plan.output_rules import OutputRanks, make_example_rule_fix, make_output_rule_text
+from layoutmap.plan.output_rules import OutputRanks, make_activation_rule_fix, make_output_rule_text
 
 L = keras.layers
 
@@ -172,7 +172,7 @@ def test_without_a_rank_the_rule_is_in_words():
 def test_without_layers_that_have_weights_the_fix_says_how_to_find_the_path():
     """As of weights that the model itself owns."""
     mesh = lm.Mesh(None, "data=2,tp=4")
-    fix = make_example_rule_fix(OutputRanks({"up": None}), ["kernel"], mesh, None)
+    fix = make_activation_rule_fix(OutputRanks({"up": None}), ["kernel"], mesh, None)
 
     assert fix == (
         "add a rule to layout_map.activations for the output of a layer, with 'data' for its first axis; "

@@ -38,10 +38,10 @@ def draw_pair(seed, size):
     choices = Choices.from_seed(seed)
     texts = ["x=2,y=2", "x=4", "x=1,y=4"] if size == 4 else ["x=2", "x=1,y=2", "y=2"]
     meshes = [Mesh(None, choices.pick(*texts)) for _ in range(2)]
-    if choices.is_one_in(3):
+    if choices.draw_true_once_in(3):
         half = size // 2
         meshes[1] = Mesh([f"CPU:{n}" for n in range(half, size)], {"z": half})
-        if choices.is_one_in(2):
+        if choices.draw_true_once_in(2):
             meshes[0] = Mesh([f"CPU:{n}" for n in range(half)], {"z": half})
     shapes = [tuple(choices.pick(8, 16) for _ in range(choices.pick(2, 1, 3, 0))) for _ in range(5)]
     return [

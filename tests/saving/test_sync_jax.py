@@ -34,8 +34,8 @@ def draw_pair(seed):
     """Two trees of arrays of equal shapes, on two meshes, in other layouts and element types."""
     choices = Choices.from_seed(seed)
     meshes = Mesh(None, choices.pick(*MESHES)), Mesh(None, choices.pick(*MESHES))
-    if choices.is_one_in(4):
-        meshes = HALVES if choices.is_one_in(2) else (meshes[0], choices.pick(*HALVES))
+    if choices.draw_true_once_in(4):
+        meshes = HALVES if choices.draw_true_once_in(2) else (meshes[0], choices.pick(*HALVES))
     shapes = [
         tuple(choices.pick(8, 16, 24) for _ in range(choices.pick(2, 1, 3, 0)))
         for _ in range(choices.pick(4, 7))

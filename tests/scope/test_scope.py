@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import layoutmap as lm
-from layoutmap.adapters.current import active_session, get_current_session
+from layoutmap.adapters.current import activate_session, get_current_session
 from layoutmap.core.policy import LayoutPolicy
 
 PROCESSES = ("jax",)
@@ -128,8 +128,8 @@ def test_the_older_spelling_warns_and_works():
 def test_the_current_scope_is_that_of_the_innermost_block():
     """What is entered is current until it is left, by an exception too."""
     assert get_current_session() is None
-    with active_session("outer"):
-        with contextlib.suppress(ZeroDivisionError), active_session("inner"):
+    with activate_session("outer"):
+        with contextlib.suppress(ZeroDivisionError), activate_session("inner"):
             assert "inner" == get_current_session()
             raise ZeroDivisionError
         assert "outer" == get_current_session()

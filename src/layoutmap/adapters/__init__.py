@@ -8,7 +8,10 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
-from layoutmap.adapters.missing_backend import find_missing_backend_error, set_only_installed_backend
+from layoutmap.adapters.missing_backend import (
+    make_missing_backend_error,
+    set_backend_if_only_one_is_installed,
+)
 from layoutmap.adapters.protocol import (
     Adapter,
     CheckpointAdapter,
@@ -106,11 +109,11 @@ def get_adapter(name: str) -> ModelAdapter:
             fix=f'pip install "layoutmap[{name}]"',
         )
     if name == "keras":
-        set_only_installed_backend()
+        set_backend_if_only_one_is_installed()
     try:
         return import_module_needing_framework(name, ADAPTERS[name]).make_adapter()
     except ModuleNotFoundError as error:
-        if (missing := find_missing_backend_error(error)) is not None:
+        if (missing := make_missing_backend_error(error)) is not None:
             raise missing from error
         raise
 

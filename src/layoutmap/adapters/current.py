@@ -19,10 +19,10 @@ from typing import Any
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.core.users_line import find_user_stacklevel
-from layoutmap.engines.patches import ClosingContext
+from layoutmap.engines.patches import SelfClosingContext
 
 
-class active_session(ClosingContext):
+class activate_session(SelfClosingContext):
     """Make a session the current one of this thread and task until the block ends.
 
     Blocks may end in any order, in any task or thread, because a generator that contains one can be closed late.
@@ -35,7 +35,7 @@ class active_session(ClosingContext):
         task = _get_asyncio_task()
         self._task = None if task is None else weakref.ref(task)
 
-    def is_in_opening_task(self) -> bool:
+    def was_opened_by_current_task(self) -> bool:
         """Return whether this thread and task opened the session."""
         task = None if self._task is None else self._task()
         return self._thread == threading.get_ident() and task is _get_asyncio_task()
@@ -54,9 +54,9 @@ class active_session(ClosingContext):
 
 @dataclass(frozen=True, slots=True)
 class _SessionStackEntry:
-    """One open session: a weak reference to its `active_session`, and the entry of the enclosing session, or None."""
+    """One open session: a weak reference to its `activate_session`, and the entry of the enclosing session, or None."""
 
-    activation: weakref.ref[active_session]
+    activation: weakref.ref[activate_session]
     outer: _SessionStackEntry | None
 
 
@@ -105,7 +105,11 @@ def _iterate_active_stack_entries() -> Iterator[_SessionStackEntry]:
     entry = _current.get()
     while entry is not None:
         activation = entry.activation()
-        if activation is not None and activation.session is not None and activation.is_in_opening_task():
+        if (
+            activation is not None
+            and activation.session is not None
+            and activation.was_opened_by_current_task()
+        ):
             yield entry
         entry = entry.outer
 

@@ -11,10 +11,10 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import CheckpointError
 
 
-def read_state(data: object) -> Any:
+def read_data_state(data: object) -> Any:
     """Return the state of a data iterator or schedule. For a mapping, return a dict from each name to the state."""
     if isinstance(data, Mapping):
-        return {name: read_state(each) for name, each in cast("Mapping[Any, Any]", data).items()}
+        return {name: read_data_state(each) for name, each in cast("Mapping[Any, Any]", data).items()}
     for name in ("state_dict", "get_state"):
         if callable(method := getattr(data, name, None)):
             return method()
@@ -32,27 +32,27 @@ def make_state_restore_function(data: object) -> Callable[[], object]:
         restore_functions = list(map(make_state_restore_function, values))
         return lambda: [restore() for restore in restore_functions]
     try:
-        state = copy.deepcopy(read_state(data))
+        state = copy.deepcopy(read_data_state(data))
     except Exception:  # state_dict of user code may raise anything; without a state there is nothing to undo
         return lambda: None
 
     def restore_copied_state() -> None:
         with contextlib.suppress(Exception):  # an error here must not replace the original one
-            find_restore_method(data)(state)
+            find_state_restore_method(data)(state)
 
     return restore_copied_state
 
 
-def restore_state(data: object, state: Any) -> None:
-    """Restore the state of `data` from a result of `read_state`."""
+def restore_data_state(data: object, state: Any) -> None:
+    """Restore the state of `data` from a result of `read_data_state`."""
     if isinstance(data, Mapping):
         for name, each in cast("Mapping[Any, Any]", data).items():
-            restore_state(each, state[name])
+            restore_data_state(each, state[name])
     else:
-        find_restore_method(data)(state)
+        find_state_restore_method(data)(state)
 
 
-def find_restore_method(data: object) -> Any:
+def find_state_restore_method(data: object) -> Any:
     """Return an object's `load_state_dict` or `set_state`. Raise a `CheckpointError` if it has neither."""
     for name in ("load_state_dict", "set_state"):
         if callable(method := getattr(data, name, None)):

@@ -12,14 +12,14 @@ from layoutmap.engines import ENGINES, list_installed_engines
 _FIX_IN_PYTHON = 'start Python anew, and write os.environ["KERAS_BACKEND"] = "{}" before Keras is imported'
 
 
-def set_only_installed_backend() -> None:
+def set_backend_if_only_one_is_installed() -> None:
     """Set `KERAS_BACKEND` to the only installed framework, unless it is set already or Keras is imported."""
     there = list_installed_engines()
     if len(there) == 1 and "keras" not in sys.modules:
         os.environ.setdefault("KERAS_BACKEND", there[0])
 
 
-def find_missing_backend_error(
+def make_missing_backend_error(
     error: BaseException | None, choose_fix: str = _FIX_IN_PYTHON
 ) -> ScopeError | None:
     """Return a `ScopeError` if `error` says that Keras cannot be imported without its backend, and otherwise None."""

@@ -22,7 +22,7 @@ from layoutmap.core.blocks import Index, NumpyArray, compute_block_shape, make_r
 _TOKEN = re.compile(r"\s*([()]|\d+/\d+|[A-Za-z_]\w*|\S)")
 _STEP_BYTES = 1 << 24  # maximum bytes to read at once, so that a read needs little memory besides the result
 
-Span = tuple[int, int]
+AxisRange = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def solve_axis_sizes(axes_and_shapes: Sequence[tuple[ArrayAxes, Sequence[int]]])
     for _ in range(len(axes)):
         for axis, size in axes:
             unknown = [atom for atom in axis if isinstance(atom, str) and atom not in sizes]
-            known = math.prod(get_atom_size(atom, sizes) for atom in axis if atom not in unknown)
+            known = math.prod(get_axis_atom_size(atom, sizes) for atom in axis if atom not in unknown)
             if len(unknown) == 1 and known and size % known == 0:
                 sizes[unknown[0]] = size // known
     complete = {atom for axis, _ in axes for atom in axis if isinstance(atom, str)} == {*sizes}
@@ -96,12 +96,12 @@ def compute_array_shape(axes: ArrayAxes, sizes: Mapping[str, int]) -> tuple[int,
     return tuple(_compute_axis_size(axis, sizes) for axis in axes)
 
 
-def get_atom_size(atom: AxisAtom, sizes: Mapping[str, int]) -> int:
+def get_axis_atom_size(atom: AxisAtom, sizes: Mapping[str, int]) -> int:
     """Return the size of an item of an axes expression: of a named axis, or the `count` of an `AxisPart`."""
     return atom.count if isinstance(atom, AxisPart) else sizes[atom]
 
 
-def fill_block(
+def fill_block_from_source(
     result: NumpyArray,
     index: Index,
     target_axes: ArrayAxes,
@@ -139,7 +139,7 @@ def fill_block(
             view = result[(*make_relative_index(box_index, index), ...)].reshape(
                 [b - a for a, b in box], copy=False
             )[(*at, ...)]
-            for block, found in _iterate_covering_blocks(source_axes, spans, sizes):
+            for block, found in _iterate_blocks_covering_ranges(source_axes, spans, sizes):
                 values = read_source(block).reshape([found[name][1] - found[name][0] for name in order])
                 target = (slice(found[n][0] - spans[n][0], found[n][1] - spans[n][0]) for n in names)
                 view[(*target, ...)] = values.transpose([order.index(name) for name in names])
@@ -169,7 +169,7 @@ class AxisConversion:
         """Compute a block of the result from the sources."""
         result = np.empty(compute_block_shape(index), dtype)
         for part, read_source in zip(self.parts, sources, strict=True):
-            fill_block(result, index, *part, read_source)
+            fill_block_from_source(result, index, *part, read_source)
         return result
 
     def compute_array(self, namespace: Any, sources: Sequence[Any]) -> Any:
@@ -197,7 +197,7 @@ class AxisConversion:
         atoms = [atom for axis in target_axes for atom in axis]
         for _, box in _iterate_boxes_in_block(index, target_axes, sizes):
             spans = {atom: span for atom, span in zip(atoms, box, strict=True) if isinstance(atom, str)}
-            yield from (block for block, _ in _iterate_covering_blocks(source_axes, spans, sizes))
+            yield from (block for block, _ in _iterate_blocks_covering_ranges(source_axes, spans, sizes))
 
 
 def _split_and_permute_axes(
@@ -205,7 +205,7 @@ def _split_and_permute_axes(
 ) -> Any:
     """Return a source array with one axis for each axis name, in the order of the target's names."""
     atoms = [atom for axis in source_axes for atom in axis]
-    split = source.reshape([get_atom_size(atom, sizes) for atom in atoms])
+    split = source.reshape([get_axis_atom_size(atom, sizes) for atom in atoms])
     taken = split[tuple(slice(None) if isinstance(atom, str) else atom.index for atom in atoms)]
     names = [atom for atom in atoms if isinstance(atom, str)]
     order = [atom for axis in target_axes for atom in axis if isinstance(atom, str)]
@@ -214,9 +214,9 @@ def _split_and_permute_axes(
 
 def _iterate_boxes_in_block(
     index: Index, axes: ArrayAxes, sizes: Mapping[str, int]
-) -> Iterator[tuple[Index, list[Span]]]:
+) -> Iterator[tuple[Index, list[AxisRange]]]:
     """Split a block into boxes that are one range on every named axis. Yield a box's index and its ranges."""
-    dims = [[get_atom_size(atom, sizes) for atom in axis] for axis in axes]
+    dims = [[get_axis_atom_size(atom, sizes) for atom in axis] for axis in axes]
     ranges = [
         list(_split_range_of_merged_axis(part.start, part.stop, each))
         for part, each in zip(index, dims, strict=True)
@@ -235,7 +235,7 @@ def _iterate_boxes_in_block(
             yield tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True)), spans
 
 
-def _split_range_of_merged_axis(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[Span]]:
+def _split_range_of_merged_axis(start: int, stop: int, dims: Sequence[int]) -> Iterator[list[AxisRange]]:
     """Split a range of an axis that merges axes of sizes `dims`. Yield boxes, each as a range on every merged axis."""
     if start >= stop:
         return
@@ -255,21 +255,21 @@ def _split_range_of_merged_axis(start: int, stop: int, dims: Sequence[int]) -> I
             yield from _split_range_of_merged_axis(begin, end, dims)
 
 
-def _iterate_covering_blocks(
-    array_axes: ArrayAxes, spans: Mapping[str, Span], sizes: Mapping[str, int]
-) -> Iterator[tuple[Index, dict[str, Span]]]:
+def _iterate_blocks_covering_ranges(
+    array_axes: ArrayAxes, spans: Mapping[str, AxisRange], sizes: Mapping[str, int]
+) -> Iterator[tuple[Index, dict[str, AxisRange]]]:
     """Yield blocks of an array that together cover the ranges `spans`, each with its range on every named axis."""
-    axes = [list(_iterate_covering_ranges(axis, spans, sizes)) for axis in array_axes]
+    axes = [list(_iterate_axis_ranges_covering_ranges(axis, spans, sizes)) for axis in array_axes]
     for chosen in itertools.product(*axes):
         found = {name: span for _, own in chosen for name, span in own.items()}
         yield tuple(part for part, _ in chosen), found
 
 
-def _iterate_covering_ranges(
-    axis: Sequence[AxisAtom], spans: Mapping[str, Span], sizes: Mapping[str, int]
-) -> Iterator[tuple[slice, dict[str, Span]]]:
+def _iterate_axis_ranges_covering_ranges(
+    axis: Sequence[AxisAtom], spans: Mapping[str, AxisRange], sizes: Mapping[str, int]
+) -> Iterator[tuple[slice, dict[str, AxisRange]]]:
     """Yield ranges of one axis that together cover the ranges `spans`, each with its range on every named axis."""
-    dims = [get_atom_size(atom, sizes) for atom in axis]
+    dims = [get_axis_atom_size(atom, sizes) for atom in axis]
     wanted = [(a.index, a.index + 1) if isinstance(a, AxisPart) else spans[a] for a in axis]
     split = len(axis) - 1  # axes after `split` are read in full; axes before it need one range per position
     while split > 0 and wanted[split] == (0, dims[split]):
@@ -291,7 +291,7 @@ def _flatten_position(positions: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _compute_axis_size(axis: Sequence[AxisAtom], sizes: Mapping[str, int]) -> int:
-    return math.prod(get_atom_size(atom, sizes) for atom in axis)
+    return math.prod(get_axis_atom_size(atom, sizes) for atom in axis)
 
 
 def _parse_array_axes(text: str) -> ArrayAxes:

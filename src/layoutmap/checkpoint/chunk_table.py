@@ -19,7 +19,7 @@ from layoutmap.core.blocks import (
     find_coverage_fault,
     format_index,
     make_full_index,
-    stack_slice_ends,
+    stack_starts_and_stops,
 )
 from layoutmap.core.variables import get_itemsize
 
@@ -84,10 +84,10 @@ class ChunkTable(Sequence[Chunk]):
     def __init__(self, columns: ChunkColumns, rows: range):
         self._columns, self._rows = columns, rows
 
-    def find_overlapping_chunks(self, index: Index, itemsize: int) -> Iterator[ChunkOverlap]:
+    def iterate_chunk_overlaps(self, index: Index, itemsize: int) -> Iterator[ChunkOverlap]:
         """Yield a `ChunkOverlap` for each chunk that overlaps a block, in the order of the files and offsets."""
         rows = slice(self._rows.start, self._rows.stop)
-        columns, (first,), (last,) = self._columns, *stack_slice_ends([index], len(index))
+        columns, (first,), (last,) = self._columns, *stack_starts_and_stops([index], len(index))
         begins, ends = columns.begins[rows], columns.ends[rows]
         lows, highs = np.maximum(begins, first), np.minimum(ends, last)
         found = np.flatnonzero((lows < highs).all(axis=1))
@@ -138,7 +138,7 @@ def build_chunk_tables(
     for rank, pairs in by_rank.items():
         group = [variable for variable, _ in pairs]
         rows = [row for _, own in pairs for row in own]
-        columns = _convert_rows_to_columns(rows, rank)
+        columns = _convert_chunk_rows_to_columns(rows, rank)
         files, starts, begins, ends, _ = columns
         counts = [len(own) for _, own in pairs]
         owners = np.repeat(np.arange(len(group)), counts)
@@ -170,7 +170,7 @@ def _round_up_itemsize(variable: SavedVariable) -> int:
     return math.ceil(get_itemsize(variable.dtype))
 
 
-def _convert_rows_to_columns(rows: Sequence[Any], rank: int) -> ChunkColumns:
+def _convert_chunk_rows_to_columns(rows: Sequence[Any], rank: int) -> ChunkColumns:
     """Convert rows from `chunk_to_json` to columns. All rows are chunks of variables with `rank` axes.
 
     Raises:

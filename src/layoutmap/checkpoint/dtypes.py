@@ -63,11 +63,11 @@ def get_numpy_dtype(name: str, where: str = "") -> np.dtype[Any]:
     return np.dtype(extended)
 
 
-def get_safetensors_dtype_and_count(name: str, itemsize: int) -> tuple[str, int]:
+def get_safetensors_dtype_and_values_per_element(name: str, itemsize: int) -> tuple[str, int]:
     """Return the safetensors code that stores a dtype, and the number of values of this code per element.
 
     Example:
-        >>> [get_safetensors_dtype_and_count(*each) for each in (("int4", 1), ("complex128", 16))]
+        >>> [get_safetensors_dtype_and_values_per_element(*each) for each in (("int4", 1), ("complex128", 16))]
         [('U8', 1), ('U64', 2)]
     """
     if name in SAFETENSORS:

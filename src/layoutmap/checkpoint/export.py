@@ -10,7 +10,7 @@ from typing import Any
 
 from layoutmap.checkpoint.foreign import load_export_writer
 from layoutmap.checkpoint.name_tables import NameTable, read_name_table
-from layoutmap.checkpoint.renamed_source import rename_source
+from layoutmap.checkpoint.renamed_source import make_renamed_source
 from layoutmap.checkpoint.source import Source
 from layoutmap.checkpoint.storage import LocalStorage, make_random_token
 from layoutmap.core.errors import CheckpointError
@@ -59,7 +59,9 @@ def export_source(
         )
     write = load_export_writer(format)
     if names is not None:
-        source = rename_source(source, names if isinstance(names, NameTable) else read_name_table(names))
+        source = make_renamed_source(
+            source, names if isinstance(names, NameTable) else read_name_table(names)
+        )
     variables = [v for v in source.variables.values() if v.kind in (Kind.WEIGHT, Kind.STATE)]
     target = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))
     _check_target_folder(target, sum(each.global_bytes for each in variables))

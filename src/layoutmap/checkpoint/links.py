@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
-from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.foreign.ranges import ByteRangeFile
 from layoutmap.checkpoint.storage import FileMaker, LocalStorage, make_random_token
 from layoutmap.checkpoint.stream_records import (
     MAX_DATA_BYTES,
@@ -46,7 +46,7 @@ _POLL_SECONDS = 0.02
 
 
 # A blocking write would not notice a receiver that refuses or hangs, so `poll` waits on both ends (decisions/0246).
-class PipeLink:
+class PipeStreamLink:
     """Exchange weight streams over a socket or a pair of pipes.
 
     Args:
@@ -204,7 +204,7 @@ class PipeLink:
             ) from error
 
 
-class FolderLink:
+class FolderStreamLink:
     """Exchange weight streams through a folder that both processes can access, one stream at a time.
 
     Args:
@@ -250,7 +250,7 @@ class FolderLink:
         with self._translate_os_errors():
             remove_folder(self._received)
             self._wait_until(lambda: self._try_rename_folder(self._sent, self._received))
-        file, position = ByteFile(self._received / "stream"), 0
+        file, position = ByteRangeFile(self._received / "stream"), 0
 
         def read_next_bytes(size: int) -> bytes:
             nonlocal position
@@ -311,7 +311,7 @@ class FolderLink:
             ) from error
 
 
-StreamLink = PipeLink | FolderLink
+StreamLink = PipeStreamLink | FolderStreamLink
 
 
 class _RecordSender(FileMaker):
@@ -336,7 +336,7 @@ class _RecordSender(FileMaker):
         pass
 
 
-def open_link(connection: object, timeout_seconds: float) -> StreamLink:
+def open_stream_link(connection: object, timeout_seconds: float) -> StreamLink:
     """Return the link for exchanging weight streams over a folder, a socket, or a pair of pipes.
 
     Args:
@@ -348,7 +348,7 @@ def open_link(connection: object, timeout_seconds: float) -> StreamLink:
         CheckpointError: The connection is none of these.
     """
     if isinstance(connection, str | os.PathLike):
-        return FolderLink(os.fspath(cast("str | os.PathLike[str]", connection)), timeout_seconds)
+        return FolderStreamLink(os.fspath(cast("str | os.PathLike[str]", connection)), timeout_seconds)
     pair = cast("tuple[Any, ...]", connection if isinstance(connection, tuple) else (connection, connection))
     with contextlib.suppress(OSError, AttributeError, TypeError, ValueError):
         reader, writer = pair
@@ -359,7 +359,7 @@ def open_link(connection: object, timeout_seconds: float) -> StreamLink:
             found = [each if isinstance(each, int) else each.fileno() for each in pair]
             for each in found:
                 os.fstat(each)
-            return PipeLink(found[0], found[1], timeout_seconds)
+            return PipeStreamLink(found[0], found[1], timeout_seconds)
     raise CheckpointError(
         f"{connection!r:.100}: weights cannot be sent or received through it",
         why="it is neither a path nor an open, unencrypted socket or pipe",
@@ -369,7 +369,7 @@ def open_link(connection: object, timeout_seconds: float) -> StreamLink:
 
 def _compute_size_and_checksum(path: Path) -> tuple[int, int]:
     """Return a pair: the size of a file in bytes, and its CRC-32."""
-    file, checksum = ByteFile(path), 0
+    file, checksum = ByteRangeFile(path), 0
     for start in range(0, file.num_bytes, MAX_DATA_BYTES):
         checksum = zlib.crc32(file.read(start, min(MAX_DATA_BYTES, file.num_bytes - start)), checksum)
     return file.num_bytes, checksum

@@ -15,7 +15,7 @@ from layoutmap.core.variables import Kind
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _FileFields(msgspec.Struct):
+class _DataFileFields(msgspec.Struct):
     name: str
     bytes: _Number
     header_bytes: _Number
@@ -48,7 +48,7 @@ class ManifestFields(msgspec.Struct):
     step: _Number
     metadata: Any
     states: dict[str, Any]
-    files: tuple[_FileFields, ...]
+    files: tuple[_DataFileFields, ...]
     variables: tuple[_VariableFields, ...]
     created: str | None = None
     writer: str | None = None

@@ -23,7 +23,7 @@ Missing = Literal["error", "keep"]
 Extra = Literal["error", "ignore"]
 
 
-class ModelValues:
+class SavedModelValues:
     """Read the values that a checkpoint has for the variables of a model.
 
     Args:
@@ -86,7 +86,9 @@ class ModelValues:
         if self._renamed is not None:
             self._renamed.check_parts_are_used_once(saved.path for _, saved in found if saved)
         wrong = [
-            text for variable, saved in found if saved and (text := self._find_difference(variable, saved))
+            text
+            for variable, saved in found
+            if saved and (text := self._describe_difference(variable, saved))
         ]
         known = {saved.path for _, saved in found if saved}
         unknown = [
@@ -140,12 +142,12 @@ class ModelValues:
         found: dict[str, str] = {}
         for variable in variables:
 
-            def get_bonus(path: str, shape: Sequence[int] = variable.shape) -> float:
+            def get_score_bonus(path: str, shape: Sequence[int] = variable.shape) -> float:
                 return (
                     _BONUS_OF_EQUAL_SHAPE if tuple(self.source.variables[path].shape) == tuple(shape) else 0
                 )
 
-            for name in near.find_nearest_candidates(variable.path, 1, get_bonus):
+            for name in near.find_nearest_candidates(variable.path, 1, get_score_bonus):
                 found[variable.path] = name
         return found
 
@@ -194,7 +196,7 @@ class ModelValues:
         """Stop providing values. Variables created later keep their initial values."""
         self._closed = True
 
-    def _find_difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
+    def _describe_difference(self, variable: VariableSpec, saved: SavedVariable) -> tuple[str, str] | None:
         if _is_random_key(variable):
             return None
         if saved.shape != variable.shape:

@@ -60,7 +60,7 @@ class NamePattern:
         )
         return None if match is None else (len(match["own"]), match.groups()[1:])
 
-    def fill_stars(self, stars: Sequence[str], *, with_optional: bool = True) -> str:
+    def make_name_from_stars(self, stars: Sequence[str], *, with_optional: bool = True) -> str:
         """Return the name in which these texts replace the stars, with or without the optional parts."""
         texts = iter(stars)
         return "".join(
@@ -105,7 +105,7 @@ class TensorPattern:
 
 
 @dataclass(frozen=True, slots=True)
-class TableEntry:
+class NameTableLine:
     """One line of a name table.
 
     Args:
@@ -129,10 +129,10 @@ class NameTable:
     """
 
     where: str
-    entries: tuple[TableEntry, ...]
-    exact: Mapping[str, TableEntry] = field(default_factory=dict[str, TableEntry])
+    entries: tuple[NameTableLine, ...]
+    exact: Mapping[str, NameTableLine] = field(default_factory=dict[str, NameTableLine])
 
-    def find_entry(self, path: str) -> tuple[TableEntry, tuple[str, ...]] | None:
+    def find_matching_line(self, path: str) -> tuple[NameTableLine, tuple[str, ...]] | None:
         """Return the line that matches most characters of a path, and each star's text, or `None` if none does."""
         if path in self.exact:
             return self.exact[path], ()
@@ -162,13 +162,13 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
 
     Example:
         >>> table = read_name_table({"d1.kernel": {"from": "fc.weight", "axes": "out in -> in out"}})
-        >>> table.find_entry("model.d1.kernel")[0].tensors[0].name.text
+        >>> table.find_matching_line("model.d1.kernel")[0].tensors[0].name.text
         'fc.weight'
         >>> read_name_table("llama").where
         'llama'
     """
     if isinstance(names, Mapping):
-        return NameTable("names", tuple(_parse_table_entries("names", "", dict(names))))
+        return NameTable("names", tuple(_parse_name_table_lines("names", "", dict(names))))
     where = os.fspath(names)
     if names == "checkpoint":
         raise RuleError(
@@ -221,7 +221,7 @@ def read_name_table(names: str | os.PathLike[str] | Mapping[str, Any]) -> NameTa
             f"it is {shorten_repr(entries)}",
             f"under names, map {_LEFT} to a name",
         )
-    return NameTable(where, tuple(_parse_table_entries(where, text, cast("dict[str, Any]", entries))))
+    return NameTable(where, tuple(_parse_name_table_lines(where, text, cast("dict[str, Any]", entries))))
 
 
 def make_name_table_of_model(where: str, names: Iterable[tuple[str, Sequence[tuple[str, str]]]]) -> NameTable:
@@ -232,10 +232,10 @@ def make_name_table_of_model(where: str, names: Iterable[tuple[str, Sequence[tup
         names: For each variable its path, and the name and axes expression of each of its tensors. A variable without
             tensors is not stored.
     """
-    lines: dict[str, TableEntry] = {}
+    lines: dict[str, NameTableLine] = {}
     for path, parts in names:
         sides = [(name, *parse_axes_expression(axes)) for name, axes in parts]
-        lines[path] = TableEntry(
+        lines[path] = NameTableLine(
             NamePattern(path),
             tuple(TensorPattern(NamePattern(n), tensor, variable) for n, tensor, variable in sides),
         )
@@ -246,16 +246,16 @@ def _get_tables_folder() -> Any:
     return files("layoutmap.checkpoint").joinpath("names")
 
 
-def _parse_table_entries(where: str, text: str, entries: dict[str, Any]) -> Iterator[TableEntry]:
+def _parse_name_table_lines(where: str, text: str, entries: dict[str, Any]) -> Iterator[NameTableLine]:
     for path, value in entries.items():
         try:
-            yield _parse_table_entry(path, value)
+            yield _parse_name_table_line(path, value)
         except ValueError as error:
             fix = 'write a: b, or a: {from: b, axes: "out in -> in out"}'
             raise _make_table_error(where, text, path, f"{path!r} cannot be read", str(error), fix) from None
 
 
-def _parse_table_entry(path: Any, value: Any) -> TableEntry:
+def _parse_name_table_line(path: Any, value: Any) -> NameTableLine:
     if not isinstance(path, str) or not path:
         raise ValueError(f"{_LEFT} must be text that is not empty, not {describe_type(path)}")
     pattern = NamePattern(path)
@@ -278,13 +278,13 @@ def _parse_table_entry(path: Any, value: Any) -> TableEntry:
             raise ValueError(
                 "several names need axes, which says how to join them, as in 'out in -> both out in'"
             )
-        return TableEntry(pattern, (TensorPattern(name_patterns[0]),))
+        return NameTableLine(pattern, (TensorPattern(name_patterns[0]),))
     if not isinstance(axes, str):
         raise ValueError(f"axes must be text, such as 'out in -> in out', and not {shorten_repr(axes)}")
     tensor_axes, variable_axes = parse_axes_expression(axes)
     if not several:
         check_same_axis_names(variable_axes, tensor_axes)
-        return TableEntry(pattern, (TensorPattern(name_patterns[0], tensor_axes, variable_axes),))
+        return NameTableLine(pattern, (TensorPattern(name_patterns[0], tensor_axes, variable_axes),))
     known = {atom for axis in tensor_axes for atom in axis}
     joined = [a for axis in variable_axes for a in axis if isinstance(a, str) and a not in known]
     if len(joined) != 1:
@@ -297,7 +297,7 @@ def _parse_table_entry(path: Any, value: Any) -> TableEntry:
         side = tuple(tuple(part if atom == joined[0] else atom for atom in axis) for axis in variable_axes)
         check_same_axis_names(side, tensor_axes)
         tensors.append(TensorPattern(each, tensor_axes, side))
-    return TableEntry(pattern, tuple(tensors))
+    return NameTableLine(pattern, tuple(tensors))
 
 
 def _make_table_error(where: str, text: str, key: Any, what: str, why: str, fix: str) -> RuleError:

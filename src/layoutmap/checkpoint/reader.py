@@ -20,7 +20,7 @@ from layoutmap.checkpoint.manifest import NAME, DataFile, Manifest, compute_xxh3
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.states import decode_state
 from layoutmap.checkpoint.storage import Storage
-from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_slice_ends
+from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_starts_and_stops
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.core.variables import get_itemsize
 
@@ -111,9 +111,9 @@ class StepSource(Source):
         """
         for file in self.manifest.files:
             if (size := self._storage.get_file_size(self._folder, file.name)) != file.num_bytes:
-                raise self._make_size_error(file, size)
+                raise self._make_file_size_error(file, size)
 
-    def _make_size_error(self, file: DataFile, size: int | None) -> CheckpointError:
+    def _make_file_size_error(self, file: DataFile, size: int | None) -> CheckpointError:
         facts: dict[str, object] = {"bytes": size, "written": file.num_bytes}
         if size is None:
             number = self.manifest.files.index(file)
@@ -128,7 +128,7 @@ class StepSource(Source):
         )
 
     def _read_block(self, variable: SavedVariable, index: Index) -> NumpyArray:
-        checked = self._checked.pop((variable.path, get_slice_ends(index)), None)
+        checked = self._checked.pop((variable.path, get_starts_and_stops(index)), None)
         if checked is not None:
             return checked
         result = _allocate_aligned_array(
@@ -138,7 +138,7 @@ class StepSource(Source):
         return result
 
     def _read_block_into(self, variable: SavedVariable, index: Index, target: NumpyArray) -> None:
-        checked = self._checked.pop((variable.path, get_slice_ends(index)), None)
+        checked = self._checked.pop((variable.path, get_starts_and_stops(index)), None)
         if checked is not None:
             target[...] = checked
             return
@@ -150,7 +150,7 @@ class StepSource(Source):
             math.prod(compute_block_shape(index)) * get_numpy_dtype(variable.dtype, variable.path).itemsize
         )
         if num_bytes <= self.cache_bytes:
-            self._checked[variable.path, get_slice_ends(index)] = self._read_block(variable, index)
+            self._checked[variable.path, get_starts_and_stops(index)] = self._read_block(variable, index)
             self.cache_bytes -= num_bytes
             return
         self._read_chunks(variable, index, None)
@@ -165,7 +165,7 @@ class StepSource(Source):
         for number, file in enumerate(self.manifest.files):
             size = self._storage.get_file_size(self._folder, file.name)
             if size != file.num_bytes:
-                yield self._make_size_error(file, size)
+                yield self._make_file_size_error(file, size)
             if size is None:
                 missing.add(number)
                 continue
@@ -177,11 +177,11 @@ class StepSource(Source):
             try:
                 self.verify_block(path)
             except CheckpointError:
-                yield from self._find_damaged_chunks(path, missing)
+                yield from self._iterate_chunk_damage(path, missing)
             if progress is not None:
                 progress(path)
 
-    def _find_damaged_chunks(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
+    def _iterate_chunk_damage(self, path: str, missing: Collection[int]) -> Iterator[CheckpointError]:
         """Yield an error for each damaged chunk of a variable. Skip chunks in missing files."""
         for chunk in self.manifest.chunks[path]:
             if chunk.file not in missing:
@@ -199,7 +199,7 @@ class StepSource(Source):
         chunks = self.manifest.chunks[variable.path]
         assert isinstance(chunks, ChunkTable)
         rest: list[ChunkOverlap] = []
-        for overlap in chunks.find_overlapping_chunks(index, dtype.itemsize):
+        for overlap in chunks.iterate_chunk_overlaps(index, dtype.itemsize):
             if self._kept and (cached := self._kept.get(overlap[:5])) is not None:
                 _copy_overlap(overlap, cached, target)
             else:

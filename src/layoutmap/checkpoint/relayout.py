@@ -14,7 +14,7 @@ from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard_into_chu
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.source import SavedVariable, Source
-from layoutmap.checkpoint.step_writer import StepWriter, create_step_folder_if_space
+from layoutmap.checkpoint.step_writer import StepWriter, check_space_and_create_step_folder
 from layoutmap.checkpoint.storage import Storage, make_random_token
 from layoutmap.checkpoint.writer import ShardIterator, WriteTask, count_task_bytes
 from layoutmap.core.blocks import Index, compute_block_shape, group_devices_by_shard
@@ -61,7 +61,7 @@ def write_step_with_layouts(
     variables = [replace(v, layout=_get_json_specs(layouts[v.path])) for v in source.variables.values()]
     tasks = [_make_write_task(source, each, layouts[each.path]) for each in variables]
     total_bytes = count_task_bytes(tasks)
-    folder = create_step_folder_if_space(storage, manifest.step, token, total_bytes)
+    folder = check_space_and_create_step_folder(storage, manifest.step, token, total_bytes)
     head = replace(manifest, facts=facts, variables=variables)
     with StepWriter(storage, folder, head, tasks, total_bytes=total_bytes) as writer:
         writer.write_step(progress)

@@ -137,9 +137,9 @@ class RemoteStorage:
         with suppress(Exception):
             self._files.rm(self._join_path(self.get_folder_name(step)), recursive=True)
 
-    def create_file(self, folder: str, name: str) -> _RemoteSink:
+    def create_file(self, folder: str, name: str) -> _RemoteFileSink:
         """Open a new file for writing. The file exists once it is closed."""
-        return _RemoteSink(self._files, self._join_path(folder, name))
+        return _RemoteFileSink(self._files, self._join_path(folder, name))
 
     def remove_file(self, folder: str, name: str) -> None:
         """Delete a file, if possible. Ignore errors."""
@@ -180,7 +180,7 @@ class RemoteStorage:
         return "/".join((self._root, *names))
 
 
-class _RemoteSink:
+class _RemoteFileSink:
     """Write a new file in an object store."""
 
     def __init__(self, files: Any, path: str):

@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.axes import ArrayAxes, AxisPart, compute_array_shape, fill_block, solve_axis_sizes
+from layoutmap.checkpoint.axes import (
+    ArrayAxes,
+    AxisPart,
+    compute_array_shape,
+    fill_block_from_source,
+    solve_axis_sizes,
+)
 from layoutmap.checkpoint.chunks import choose_chunk_shape, split_shard_into_chunks
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.checkpoint.name_tables import NameTable, TensorPattern
@@ -55,7 +61,7 @@ class RenamedSource(Source):
         self._source = source
         self._names = names
         self._from: dict[str, list[SourcePart]] = {}
-        self._slot_ends = _find_slot_ends(source)
+        self._slot_path_ends = _map_to_slot_path_ends(source)
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -75,20 +81,20 @@ class RenamedSource(Source):
         for path in paths:
             if path in self._from:
                 return
-            found = self._names.find_entry(path)
+            found = self._names.find_matching_line(path)
             if found is None:
                 continue
             entry, stars = found
             names = [self._choose_tensor_name(pattern, stars) for pattern in entry.tensors]
             if names and all(name in self._source.variables for name in names):
                 self._try_add_variable(path, tuple(shape), list(zip(names, entry.tensors, strict=True)))
-                self._add_slots(path)
+                self._add_slots_of_variable(path)
                 return
 
-    def _add_slots(self, path: str) -> None:
+    def _add_slots_of_variable(self, path: str) -> None:
         """Add the optimizer's slots of a variable under its path. Slots of its shape have its axes."""
         parts = self._from.get(path, ())
-        for end in self._slot_ends.get(parts[0].name, ()) if parts else ():
+        for end in self._slot_path_ends.get(parts[0].name, ()) if parts else ():
             names = [".".join(("optimizer", part.name, *end)) for part in parts]
             slots = [self._source.variables.get(name) for name in names]
             known = [slot for slot in slots if slot is not None]
@@ -105,9 +111,9 @@ class RenamedSource(Source):
                 self.add_variable(slot_path, known[0].shape, [SourcePart(names[0], axes, axes, sizes)])
             else:  # the slot lacks some axes of its variable, so it is unknown how the table changes the slot's axes
                 continue
-            self._remove_tensors(names)
+            self._remove_used_tensors(names)
 
-    def _remove_tensors(self, names: Iterable[str]) -> None:
+    def _remove_used_tensors(self, names: Iterable[str]) -> None:
         """Remove tensors that were used for variables, unless a variable has the same name."""
         for name in names:
             if name not in self._from:
@@ -134,7 +140,7 @@ class RenamedSource(Source):
 
     def is_not_stored(self, path: str) -> bool:
         """Return whether the table marks a variable of the model as not stored."""
-        entry = self._names.find_entry(path)
+        entry = self._names.find_matching_line(path)
         return entry is not None and not entry[0].tensors
 
     def list_tensor_names(self, path: str) -> list[str]:
@@ -164,8 +170,12 @@ class RenamedSource(Source):
                     )
 
     def _choose_tensor_name(self, pattern: TensorPattern, stars: Sequence[str]) -> str:
-        name = pattern.name.fill_stars(stars)
-        return name if name in self._source.variables else pattern.name.fill_stars(stars, with_optional=False)
+        name = pattern.name.make_name_from_stars(stars)
+        return (
+            name
+            if name in self._source.variables
+            else pattern.name.make_name_from_stars(stars, with_optional=False)
+        )
 
     def _try_add_variable(
         self, path: str, shape: tuple[int, ...], tensors: Sequence[tuple[str, TensorPattern]]
@@ -188,7 +198,7 @@ class RenamedSource(Source):
                 return
             parts.append(SourcePart(name, variable_axes, tensor_axes, sizes))
         self.add_variable(path, shape, parts)
-        self._remove_tensors(name for name, _ in tensors)
+        self._remove_used_tensors(name for name, _ in tensors)
 
     def add_variable(self, path: str, shape: tuple[int, ...], parts: Sequence[SourcePart]) -> None:
         """Add a variable that is joined from these parts."""
@@ -243,13 +253,15 @@ class RenamedSource(Source):
             def read_block(block: Index, name: str = each.name) -> NumpyArray:
                 return read_source(name, block)
 
-            fill_block(result, index, each.variable_axes, each.tensor_axes, each.sizes, read_block)
+            fill_block_from_source(
+                result, index, each.variable_axes, each.tensor_axes, each.sizes, read_block
+            )
 
     def __repr__(self) -> str:
         return f"<{self._source!r}, under the names of {self._names.where}>"
 
 
-def rename_source(source: Source, names: NameTable) -> RenamedSource:
+def make_renamed_source(source: Source, names: NameTable) -> RenamedSource:
     """Return a source with the weights and moving statistics of `source` under another library's names and axes.
 
     Args:
@@ -264,7 +276,9 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
     for path, variable in source.variables.items():
         if variable.kind not in (Kind.WEIGHT, Kind.STATE):
             continue
-        line = next((f for p in (path, *variable.aliases) if (f := names.find_entry(p)) is not None), None)
+        line = next(
+            (f for p in (path, *variable.aliases) if (f := names.find_matching_line(p)) is not None), None
+        )
         if line is None:
             unknown.append(path)
             continue
@@ -280,7 +294,7 @@ def rename_source(source: Source, names: NameTable) -> RenamedSource:
                     fix="use the table of this model, or correct the axes of this line",
                 )
             part = SourcePart(path, exported_axes, axes, sizes)
-            found.setdefault(pattern.name.fill_stars(stars), []).append(part)
+            found.setdefault(pattern.name.make_name_from_stars(stars), []).append(part)
     if unknown:
         near = NearMissSearch([entry.path.text for entry in names.entries])
         facts = {
@@ -341,7 +355,7 @@ def _make_default_axes(rank: int) -> ArrayAxes:
     return tuple((f"axis_{n}",) for n in range(rank))
 
 
-def _find_slot_ends(source: Source) -> dict[str, list[list[str]]]:
+def _map_to_slot_path_ends(source: Source) -> dict[str, list[list[str]]]:
     """Map each variable with slots to the ends of the slots' paths, after `optimizer.` and the variable's path."""
     found: dict[str, list[list[str]]] = {}
     for path, variable in source.variables.items():

@@ -15,7 +15,7 @@ Metrics = Mapping[int, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class RetentionRules:
     """Rules for saving and for deleting steps.
 
     Args:
@@ -66,10 +66,10 @@ class Retention:
             seconds_since_save: Seconds since the last save, or since the start of training.
 
         Example:
-            >>> retention = Retention(every_steps=100)
+            >>> retention = RetentionRules(every_steps=100)
             >>> retention.is_save_due(200, 199, 0), retention.is_save_due(205, 198, 0)
             (True, True)
-            >>> Retention(every_steps=100, every_minutes=10).is_save_due(150, 149, 601)
+            >>> RetentionRules(every_steps=100, every_minutes=10).is_save_due(150, 149, 601)
             True
         """
         if self.every_steps is None and self.every_minutes is None:
@@ -87,7 +87,7 @@ class Retention:
 
         Example:
             >>> metrics = {1: {"loss": 0.5}, 2: {"loss": 0.25}, 3: {}, 4: {"loss": -math.inf}}
-            >>> Retention(best="loss").rank_steps_by_metric(metrics)
+            >>> RetentionRules(best="loss").rank_steps_by_metric(metrics)
             [2, 1]
         """
         name = self.best or ""
@@ -105,7 +105,7 @@ class Retention:
 
         Example:
             >>> metrics = {1: {"loss": 0.1}, 2: {"loss": 0.3}, 3: {}, 4: {}}
-            >>> sorted(Retention(2, best="loss").choose_kept_steps(metrics, 4))
+            >>> sorted(RetentionRules(2, best="loss").choose_kept_steps(metrics, 4))
             [1, 3, 4]
         """
         steps = sorted(metrics)

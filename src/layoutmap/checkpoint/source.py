@@ -76,7 +76,7 @@ def check_variable_limits(
             raise CheckpointError(f"{where}: {shorten_repr(each.path)} is invalid", why=why, fix=FIX)
 
 
-def import_package(subject: str, package: str, why: str) -> Any:
+def import_format_package(subject: str, package: str, why: str) -> Any:
     """Import a package that reads a format. If it is missing, raise an error with `subject` and `why`.
 
     Raises:

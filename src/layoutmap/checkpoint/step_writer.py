@@ -30,7 +30,7 @@ from layoutmap.checkpoint.manifest import (
 )
 from layoutmap.checkpoint.storage import Storage
 from layoutmap.checkpoint.writer import WriteTask, make_data_file_name, write_process_part
-from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends
+from layoutmap.core.blocks import Ends, Index, NumpyArray, get_starts_and_stops
 from layoutmap.core.errors import CheckpointError, join_names
 
 PATIENCE_SECONDS = 600.0
@@ -45,7 +45,7 @@ CopyBuffers = dict[tuple[str, Ends], NumpyArray]
 """The memory for the copy of each shard, by the path of its variable and the ends of its index."""
 
 
-def create_step_folder_if_space(storage: Storage, step: int, token: str, total_bytes: int) -> str:
+def check_space_and_create_step_folder(storage: Storage, step: int, token: str, total_bytes: int) -> str:
     """Check the free space, create the folder of a step, and return its name. Only one process calls this.
 
     Args:
@@ -74,7 +74,7 @@ class StepWriter:
 
     Args:
         storage: The storage of the checkpoint.
-        folder: The folder that `create_step_folder_if_space` returned.
+        folder: The folder that `check_space_and_create_step_folder` returned.
         manifest: The manifest, without files and chunks; the same in all processes.
         tasks: The shards that this process writes.
         total_bytes: Size of all variables, of all processes.
@@ -129,7 +129,7 @@ class StepWriter:
         return self._num_processes == 1
 
     @property
-    def step_facts(self) -> Mapping[str, Any]:
+    def step_manifest_entries(self) -> Mapping[str, Any]:
         """Return the entries of the manifest that describe the step itself, without its variables."""
         return self._manifest.facts
 
@@ -152,7 +152,7 @@ class StepWriter:
         """
 
         def report_progress(path: str) -> None:
-            self._raise_failures_of_others()
+            self._raise_failures_of_other_processes()
             if progress is not None:
                 progress(path)
 
@@ -161,7 +161,7 @@ class StepWriter:
         )
         part = dataclasses.replace(part, states=self._states)
         if self.is_first_process:
-            found = {0: part, **self._collect_other_parts()}
+            found = {0: part, **self._collect_parts_of_other_processes()}
             subfolder = self._folder.removeprefix(f"{self._storage.get_folder_name(self._manifest.step)}/")
             # On object stores, each save has a subfolder, which must be part of the file names in the manifest.
             subfolder = "" if subfolder == self._folder else f"{subfolder}/"
@@ -202,7 +202,7 @@ class StepWriter:
 
     # -- communication between processes
 
-    def _collect_other_parts(self) -> dict[int, ProcessPart]:
+    def _collect_parts_of_other_processes(self) -> dict[int, ProcessPart]:
         found: dict[int, ProcessPart] = {}
         missing = list(range(1, self._num_processes))
 
@@ -232,7 +232,7 @@ class StepWriter:
         known_sizes = list[int]()
         began = next_look = last = time.monotonic()
         while not is_done():
-            self._raise_failures_of_others()
+            self._raise_failures_of_other_processes()
             if (now := time.monotonic()) >= next_look:
                 next_look = now + self._patience_seconds / 20
                 sizes = [sum(self._get_data_file_sizes(n).values()) for n in range(self._num_processes)]
@@ -253,7 +253,7 @@ class StepWriter:
             # Poll after a twentieth of the time waited so far, which delays the save by at most 5 %.
             time.sleep(min(max(_SHORTEST_SECONDS, (time.monotonic() - began) / 20), _LONGEST_SECONDS))
 
-    def _raise_failures_of_others(self) -> None:
+    def _raise_failures_of_other_processes(self) -> None:
         for process_index in self._watched:
             if self._storage.get_file_size(self._folder, _get_failure_file_name(process_index)) is not None:
                 data, until = None, time.monotonic() + 1
@@ -345,12 +345,12 @@ def _get_failure_file_name(process_index: int) -> str:
 
 def _copy_shards(task: WriteTask, buffers: CopyBuffers) -> WriteTask:
     """Copy the writable shards of a task into buffers, and return the task with the copies."""
-    wanted = {get_slice_ends(index) for index in task.indices}
+    wanted = {get_starts_and_stops(index) for index in task.indices}
     shards: list[tuple[Index, NumpyArray]] = []
     for index, values in task.shards():
-        if get_slice_ends(index) in wanted:
+        if get_starts_and_stops(index) in wanted:
             if values.flags.writeable:
-                key = task.variable.path, get_slice_ends(index)
+                key = task.variable.path, get_starts_and_stops(index)
                 copy = buffers.get(key)
                 if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
                     copy = buffers[key] = np.empty_like(values)

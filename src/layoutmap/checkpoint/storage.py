@@ -22,7 +22,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _UNFINISHED = re.compile(r"\.step-[0-9]+\.[0-9a-f]{16}")
 
 
-class Sink(Protocol):
+class FileSink(Protocol):
     """A new file that is written from start to end. It is durable once its `with` block ends without an error."""
 
     def write(self, data: memoryview | bytes, /) -> object:
@@ -39,7 +39,7 @@ class Sink(Protocol):
 class FileMaker(Protocol):
     """Create files in a folder. A `Storage` stores the files, and a link sends them to another process."""
 
-    def create_file(self, folder: str, name: str) -> Sink:
+    def create_file(self, folder: str, name: str) -> FileSink:
         """Open a new file for writing."""
         ...
 
@@ -194,9 +194,9 @@ class LocalStorage:
             raise _convert_os_error(self.where, f"step {step} cannot be deleted", error) from error
         remove_folder(hidden)
 
-    def create_file(self, folder: str, name: str) -> Sink:
+    def create_file(self, folder: str, name: str) -> FileSink:
         """Open a new file for writing."""
-        return _LocalSink(self._root / folder / name)
+        return _LocalFileSink(self._root / folder / name)
 
     def remove_file(self, folder: str, name: str) -> None:
         """Delete a file, if possible. Ignore errors."""
@@ -256,7 +256,7 @@ def _make_hidden_folder_name(step: int, token: str) -> str:
     return f".step-{step}.{token}"
 
 
-class _LocalSink:
+class _LocalFileSink:
     """Write a new local file, and flush it to disk at the end of the `with` block."""
 
     def __init__(self, path: Path):

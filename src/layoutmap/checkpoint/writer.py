@@ -20,16 +20,16 @@ import numpy as np
 
 from layoutmap.checkpoint.chunk_table import Chunk
 from layoutmap.checkpoint.chunks import choose_chunk_shape, choose_max_chunk_bytes, split_shard_into_chunks
-from layoutmap.checkpoint.dtypes import get_numpy_dtype, get_safetensors_dtype_and_count
+from layoutmap.checkpoint.dtypes import get_numpy_dtype, get_safetensors_dtype_and_values_per_element
 from layoutmap.checkpoint.manifest import DataFile, ProcessPart, compute_xxh3
 from layoutmap.checkpoint.source import SavedVariable
-from layoutmap.checkpoint.storage import Sink, Storage
+from layoutmap.checkpoint.storage import FileSink, Storage
 from layoutmap.core.blocks import (
     Ends,
     Index,
     NumpyArray,
     compute_block_shape,
-    get_slice_ends,
+    get_starts_and_stops,
     make_full_index,
     make_relative_index,
 )
@@ -103,7 +103,7 @@ def write_process_part(
             if progress is not None:
                 progress(task.variable.path)
         for writer in writers:
-            writer.write_rest_and_close()
+            writer.queue_rest_and_close()
     checksums = {key: checksum for writer in writers for key, checksum in writer.checksums.items()}
     files = [
         DataFile(name, len(header) + size, len(header), compute_xxh3(header))
@@ -131,7 +131,7 @@ class _FileWriter:
         checksums: The checksum of each chunk by its `id`, because an empty chunk has the same offset as the next.
     """
 
-    def __init__(self, sink: Sink, header: bytes):
+    def __init__(self, sink: FileSink, header: bytes):
         self.checksums: dict[int, str] = {}
         self._sink = sink
         self._header = header
@@ -147,15 +147,15 @@ class _FileWriter:
         self._batch.append((chunk, values))
         self._num_bytes += values.nbytes
         if self._num_bytes >= _BATCH_BYTES:
-            self._run_on_thread(self._write_batch, self._batch, self._num_bytes)
+            self._submit_to_writer_thread(self._write_batch, self._batch, self._num_bytes)
             self._batch, self._num_bytes = [], 0
 
-    def write_rest_and_close(self) -> None:
+    def queue_rest_and_close(self) -> None:
         """Queue the remaining chunks and the closing of the file. The end of the `with` block waits for them."""
-        self._run_on_thread(self._write_batch, self._batch, self._num_bytes)
-        self._run_on_thread(self._close_file)
+        self._submit_to_writer_thread(self._write_batch, self._batch, self._num_bytes)
+        self._submit_to_writer_thread(self._close_file)
 
-    def _run_on_thread(self, function: Callable[..., object], *args: object) -> None:
+    def _submit_to_writer_thread(self, function: Callable[..., object], *args: object) -> None:
         self._wait_for_pending_writes(1)
         try:
             self._pending.append(self._pool.submit(function, *args))
@@ -234,7 +234,7 @@ def _assign_chunks_to_files(
     for task in tasks:
         variable, shards = task.variable, planned_chunks.setdefault(task.variable.path, [])
         itemsize = get_numpy_dtype(variable.dtype, variable.path).itemsize
-        dtype, count = get_safetensors_dtype_and_count(variable.dtype, itemsize)
+        dtype, count = get_safetensors_dtype_and_values_per_element(variable.dtype, itemsize)
         max_chunk_bytes = choose_max_chunk_bytes(math.prod(variable.shape) * itemsize, total_bytes)
         for shard in task.indices:
             shape = choose_chunk_shape(compute_block_shape(shard), itemsize, max_chunk_bytes, variable.shape)
@@ -273,7 +273,7 @@ def _iterate_shards_to_write(task: WriteTask) -> Iterator[tuple[Index, NumpyArra
     dtype = get_numpy_dtype(task.variable.dtype)
     shards, early = task.shards(), dict[Ends, NumpyArray]()
     for index in task.indices:
-        wanted = get_slice_ends(index)
+        wanted = get_starts_and_stops(index)
         while wanted not in early:
             found = next(shards, None)
             if found is None:
@@ -283,7 +283,7 @@ def _iterate_shards_to_write(task: WriteTask) -> Iterator[tuple[Index, NumpyArra
                     why="by its layout, a device of this process stores the shard",
                     fix="this is a bug in layoutmap; please report it",
                 )
-            early[get_slice_ends(found[0])] = found[1]
+            early[get_starts_and_stops(found[0])] = found[1]
         values = early.pop(wanted)
         if values.dtype != dtype or values.shape != compute_block_shape(index):
             raise CheckpointError(

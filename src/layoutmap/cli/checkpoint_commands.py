@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from layoutmap.checkpoint.export import export_source
-from layoutmap.checkpoint.foreign.torch_file import TorchFile
+from layoutmap.checkpoint.foreign.torch_file import TorchFileSource
 from layoutmap.checkpoint.lineage import StepHistory, find_last_step_number
 from layoutmap.checkpoint.name_tables import read_name_table
 from layoutmap.checkpoint.relayout import write_step_with_layouts
 from layoutmap.checkpoint.remote import open_storage
-from layoutmap.checkpoint.renamed_source import rename_source
+from layoutmap.checkpoint.renamed_source import make_renamed_source
 from layoutmap.checkpoint.specs import make_variable_specs
 from layoutmap.cli.output import PROBLEMS, SUCCESS, get_line_width, get_output_paths, print_text, write_files
 from layoutmap.cli.plans import load_layout_map_file
@@ -132,7 +132,7 @@ def run_export_command(options: Any) -> int:
     """Write the weights of a checkpoint in another library's format, and return the exit code."""
     source = describe(options.directory, step=options.step).source
     if options.names is not None:
-        source = rename_source(source, read_name_table(options.names))
+        source = make_renamed_source(source, read_name_table(options.names))
     variables = {each.path: each for each in make_variable_specs(source.variables.values())}
     with Progress(variables, verb="written") as shown:
         folder = export_source(
@@ -148,7 +148,7 @@ def run_export_command(options: Any) -> int:
 
 def run_convert_command(options: Any) -> int:
     """Write the tensors of a `torch.save` file as step 0 of a checkpoint, and return the exit code."""
-    source = TorchFile(options.directory, options.part)
+    source = TorchFileSource(options.directory, options.part)
     mesh = Mesh(None, "device=1")
     layouts = {path: Layout.replicated(mesh, len(each.shape)) for path, each in source.variables.items()}
     variables = {each.path: each for each in make_variable_specs(source.variables.values())}

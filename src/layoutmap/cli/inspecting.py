@@ -9,7 +9,7 @@ from typing import Any
 
 from layoutmap.cli.output import PROBLEMS, SUCCESS, add_wide_option, get_line_width, print_text
 from layoutmap.cli.plans import read_plan_file
-from layoutmap.cli.users_code import guard_users_code, import_function, parse_function_name
+from layoutmap.cli.users_code import import_function, isolate_users_code, parse_function_name
 from layoutmap.core.errors import LayoutMapError, format_count, join_names
 from layoutmap.core.specs import parse_batch_dim
 from layoutmap.engines.launchers import detect_launcher
@@ -54,7 +54,7 @@ def inspect_model(options: Any) -> Plan:
         os.environ["KERAS_BACKEND"] = options.backend
     if not get_process_index():
         print_text(f"layoutmap: making {name}", sys.stderr)
-    with guard_users_code(name, backend_fix="add --backend {}"):
+    with isolate_users_code(name, backend_fix="add --backend {}"):
         model = import_function(*parse_function_name(name))()
         across = options.across or (launcher is not None and launcher.num_processes > 1)
         plan = inspect(model, batch_dim=options.batch_dim, across=across)

@@ -137,7 +137,7 @@ def _report_failure(message: object, code: int = FAILED, *, traceback_text: str 
     return code
 
 
-class _Parser(argparse.ArgumentParser):
+class _EscapingParser(argparse.ArgumentParser):
     """Parse arguments. Texts are printed with control characters escaped, and a closed stdout raises an `OSError`."""
 
     def print_help(self, file: Any = None) -> None:
@@ -148,7 +148,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _EscapingParser(
         prog="layoutmap",
         description="See where every weight of a model is placed, before a byte is allocated.",
         epilog=_EXAMPLES,

@@ -54,7 +54,7 @@ def print_text(text: str, stream: TextIO | None, width: int | None = None) -> No
     output.write(wrap_lines(lines, width) + "\n")
 
 
-def is_stdout(path: str) -> bool:
+def is_stdout_path(path: str) -> bool:
     """Return whether a path is `-` or another name of this process's stdout, such as `/dev/stdout`."""
     try:
         return path == "-" or os.path.samestat(os.stat(path), os.fstat(1))
@@ -97,7 +97,7 @@ def write_files(texts: Mapping[str, str]) -> TextIO | None:
     out = sys.stdout
     for path, text in texts.items():
         write_text_file(path, text)
-        if is_stdout(path):
+        if is_stdout_path(path):
             out = sys.stderr
         else:
             print_text(f"written: {path}", sys.stderr)
@@ -115,7 +115,7 @@ def write_text_file(path: str, text: str) -> None:
         OSError: Stdout cannot be written to.
     """
     data = text.encode("utf-8", "backslashreplace")  # UTF-8 cannot encode unpaired surrogates, so escape them
-    if is_stdout(path):
+    if is_stdout_path(path):
         return _write_to_stdout(data)
     target = os.path.realpath(path)
     try:

@@ -28,7 +28,7 @@ from layoutmap.cli.models import (
     make_published_model_function,
 )
 from layoutmap.cli.output import add_wide_option, print_text
-from layoutmap.cli.users_code import guard_users_code, import_function, parse_function_name
+from layoutmap.cli.users_code import import_function, isolate_users_code, parse_function_name
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.mesh import UNSHARDED, Mesh
 from layoutmap.core.specs import list_batch_dims, parse_batch_dim
@@ -237,7 +237,7 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
     if layout_map is None:
         layout_map = load_layout_map_file(options.rules, mesh) if options.rules else LayoutMap(mesh)
     print_text(f"layoutmap: planning {name}{note}", sys.stderr)
-    with guard_users_code(name, backend_fix="add --backend {}"):
+    with isolate_users_code(name, backend_fix="add --backend {}"):
         make_model, library = load_model_function(name, options)
         if layout_map.mesh is None:
             raise LayoutMapError(
@@ -248,7 +248,7 @@ def plan_model(name: str, options: Any, layout_map: LayoutMap | None = None) -> 
         if library is None:
             check_library_can_be_found(make_model)
         if options.optimizer:
-            make_model = _add_optimizer_to_model_function(make_model, options)
+            make_model = _make_model_function_with_optimizer(make_model, options)
         return make_plan(
             make_model,
             layout_map,
@@ -303,7 +303,7 @@ def check_and_count_file_rules(name: str) -> int:
         return len(LayoutMap.from_yaml(text, mesh).rules)
 
 
-def _add_optimizer_to_model_function(make_model: Callable[[], Any], options: Any) -> Callable[[], Any]:
+def _make_model_function_with_optimizer(make_model: Callable[[], Any], options: Any) -> Callable[[], Any]:
     """Return a function that creates a model with the optimizer of `--optimizer`, so that its slots are planned."""
 
     def make_model_with_optimizer() -> Any:

@@ -28,7 +28,7 @@ from layoutmap.cli.plans import (
     require_complete_plan,
 )
 from layoutmap.cli.sizes import parse_size
-from layoutmap.cli.users_code import guard_users_code, parse_function_name
+from layoutmap.cli.users_code import isolate_users_code, parse_function_name
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import parse_batch_dim
@@ -129,7 +129,7 @@ def run_search_command(options: Any) -> int:
         )
     parse_function_name(options.model)  # raises for an invalid name, before anything is imported
     os.environ.setdefault("KERAS_BACKEND", "jax")
-    with guard_users_code(options.model), interrupts.allow_interrupts():
+    with isolate_users_code(options.model), interrupts.allow_interrupts():
         make_model, library = load_model_function(options.model, options)
         if library is None:
             check_library_can_be_found(make_model)

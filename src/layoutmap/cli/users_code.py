@@ -13,7 +13,10 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from layoutmap.adapters.missing_backend import find_missing_backend_error, set_only_installed_backend
+from layoutmap.adapters.missing_backend import (
+    make_missing_backend_error,
+    set_backend_if_only_one_is_installed,
+)
 from layoutmap.cli.models import check_published_model_exists
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.engines import get_engine
@@ -61,19 +64,21 @@ def _make_simulation_hint(trace: str) -> str:
 
 # A model's code may exit, change the working directory, or print, so run it only in this context (decisions/0034).
 @contextlib.contextmanager
-def guard_users_code(name: str, backend_fix: str = "type KERAS_BACKEND={} layoutmap ...") -> Generator[None]:
+def isolate_users_code(
+    name: str, backend_fix: str = "type KERAS_BACKEND={} layoutmap ..."
+) -> Generator[None]:
     """Let the block run a user's code: it can import from the current folder, and cannot end the program.
 
     The code's output goes to stderr, so that stdout has only the plan. The current folder and stdout are restored.
     """
-    set_only_installed_backend()
+    set_backend_if_only_one_is_installed()
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (LayoutMapError, ModuleNotFoundError) as error:
-        missing = find_missing_backend_error(error.__cause__ or error, backend_fix)
+        missing = make_missing_backend_error(error.__cause__ or error, backend_fix)
         if missing is not None:
             raise missing from error
         if isinstance(error, LayoutMapError):

@@ -60,7 +60,7 @@ def group_devices_by_shard(
     found: dict[Ends, tuple[Index, list[int]]] = {}
     for device in devices:
         index = layout.shard_slices(shape, device)
-        found.setdefault(get_slice_ends(index), (index, []))[1].append(device)
+        found.setdefault(get_starts_and_stops(index), (index, []))[1].append(device)
     return found
 
 
@@ -140,14 +140,16 @@ def compute_block_shape(index: Index) -> tuple[int, ...]:
     return tuple(operator.index(part.stop) - operator.index(part.start) for part in index)
 
 
-def get_slice_ends(index: Index) -> Ends:
+def get_starts_and_stops(index: Index) -> Ends:
     """Return an index as a tuple of (start, stop) tuples, because slices cannot be dict keys before Python 3.12."""
     return tuple((part.start, part.stop) for part in index)
 
 
-def stack_slice_ends(indices: Sequence[Index], rank: int) -> tuple[NumpyArray, NumpyArray]:
+def stack_starts_and_stops(indices: Sequence[Index], rank: int) -> tuple[NumpyArray, NumpyArray]:
     """Return the starts and stops of blocks as two arrays, with a row per block and a column per axis."""
-    ends = np.array([get_slice_ends(index) for index in indices], np.int64).reshape(len(indices), rank, 2)
+    ends = np.array([get_starts_and_stops(index) for index in indices], np.int64).reshape(
+        len(indices), rank, 2
+    )
     return ends[..., 0], ends[..., 1]
 
 
@@ -205,7 +207,7 @@ def assemble_blocks(
             continue
         result[make_relative_index(both, wanted)] = values[make_relative_index(both, block)]
         filled.append(both)
-    if (found := find_coverage_fault(*stack_slice_ends(filled, len(wanted)), wanted)) is not None:
+    if (found := find_coverage_fault(*stack_starts_and_stops(filled, len(wanted)), wanted)) is not None:
         cell, times = found
         raise LayoutMapError(
             f"{times} blocks overlap at {format_index(cell)}"
@@ -225,7 +227,7 @@ def find_coverage_fault(begins: NumpyArray, ends: NumpyArray, outer: Index) -> t
     """Return a part of a block that none or several of the other blocks contain, and their number, or None.
 
     Args:
-        begins: Starts of the other blocks, as `stack_slice_ends` returns them.
+        begins: Starts of the other blocks, as `stack_starts_and_stops` returns them.
         ends: Stops of the other blocks.
         outer: The block to cover.
 
@@ -263,7 +265,7 @@ def _clip_to_block(begins: NumpyArray, ends: NumpyArray, outer: Index) -> tuple[
 
 def _is_covered_once(begins: NumpyArray, ends: NumpyArray, outer: Index) -> bool:
     """Return whether inner blocks cover each element of the block `outer` exactly once."""
-    first, last = stack_slice_ends([outer], len(outer))
+    first, last = stack_starts_and_stops([outer], len(outer))
     return bool(are_covered_once(begins, ends, [len(begins)], first, last)[0])
 
 

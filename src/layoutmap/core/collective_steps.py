@@ -66,9 +66,9 @@ def find_collective_steps(
     grown_axes, shrunk_axes = list[int](), list[int]()
     for axis in range(len(stored[0])):
         spans = [(have[axis], want[axis]) for have, want in zip(stored, wanted, strict=True)]
-        if all(_is_inside(want, have) for have, want in spans):
+        if all(_is_range_inside(want, have) for have, want in spans):
             shrunk_axes += [axis] * any(have != want for have, want in spans)
-        elif all(_is_inside(have, want) for have, want in spans):
+        elif all(_is_range_inside(have, want) for have, want in spans):
             grown_axes.append(axis)
         else:
             return None
@@ -98,7 +98,7 @@ def _iterate_collective_steps(
     Slices come first, because later steps then send less. `exchanged_axes` are the axes of an all-to-all.
     """
 
-    def replace_spans_with_wanted(axes: Sequence[int]) -> list[Ends]:
+    def replace_ranges_by_wanted(axes: Sequence[int]) -> list[Ends]:
         return [
             tuple(want[axis] if axis in axes else span for axis, span in enumerate(have))
             for have, want in zip(blocks, wanted, strict=True)
@@ -107,25 +107,25 @@ def _iterate_collective_steps(
     for axis in shrunk_axes:
         if exchanged_axes is None or axis != exchanged_axes[1]:
             starts = tuple(want[axis][0] - have[axis][0] for have, want in zip(blocks, wanted, strict=True))
-            blocks = replace_spans_with_wanted([axis])
-            yield SliceStep(axis, starts, _compute_length(blocks[0][axis])), 0
+            blocks = replace_ranges_by_wanted([axis])
+            yield SliceStep(axis, starts, _compute_range_length(blocks[0][axis])), 0
     if exchanged_axes is not None:
         axis, split_axis = exchanged_axes
-        groups = _group_devices_by_result(replace_spans_with_wanted([axis]), blocks, axis)
+        groups = _group_devices_by_result(replace_ranges_by_wanted([axis]), blocks, axis)
         if groups is None or not _are_split_in_order(blocks, wanted, split_axis, groups):
             yield None, 0
             return
         num_elements, size = _count_elements(blocks), len(groups[0])
-        blocks = replace_spans_with_wanted([axis, split_axis])
+        blocks = replace_ranges_by_wanted([axis, split_axis])
         yield ExchangeStep(axis, split_axis, groups), num_elements * (size - 1) // size
     for axis in grown_axes:
         if exchanged_axes is None or axis != exchanged_axes[0]:
-            groups = _group_devices_by_result(replace_spans_with_wanted([axis]), blocks, axis)
+            groups = _group_devices_by_result(replace_ranges_by_wanted([axis]), blocks, axis)
             if groups is None:
                 yield None, 0
                 return
             num_elements, size = _count_elements(blocks), len(groups[0])
-            blocks = replace_spans_with_wanted([axis])
+            blocks = replace_ranges_by_wanted([axis])
             yield ExchangeStep(axis, None, groups), num_elements * (size - 1)
 
 
@@ -149,21 +149,21 @@ def _are_split_in_order(blocks: Sequence[Ends], wanted: Sequence[Ends], axis: in
     """Return whether device i of each group wants the i-th of the equal parts of its block along an axis."""
     for group in groups:
         for position, device in enumerate(group):
-            start, size = blocks[device][axis][0], _compute_length(wanted[device][axis])
-            is_whole = size * len(group) == _compute_length(blocks[device][axis])
+            start, size = blocks[device][axis][0], _compute_range_length(wanted[device][axis])
+            is_whole = size * len(group) == _compute_range_length(blocks[device][axis])
             if not is_whole or wanted[device][axis][0] != start + position * size:
                 return False
     return True
 
 
-def _is_inside(span: tuple[int, int], outer: tuple[int, int]) -> bool:
+def _is_range_inside(span: tuple[int, int], outer: tuple[int, int]) -> bool:
     return outer[0] <= span[0] and span[1] <= outer[1]
 
 
-def _compute_length(span: tuple[int, int]) -> int:
+def _compute_range_length(span: tuple[int, int]) -> int:
     return span[1] - span[0]
 
 
 def _count_elements(blocks: Sequence[Ends]) -> int:
     """Return the number of elements of all blocks."""
-    return len(blocks) * math.prod(map(_compute_length, blocks[0]))
+    return len(blocks) * math.prod(map(_compute_range_length, blocks[0]))

@@ -200,7 +200,7 @@ def replace_axis_types(dims: tuple[MeshDimension, ...], axis_types: Any) -> tupl
     return tuple(replace(dim, axis_type=by_name.get(dim.name, dim.axis_type)) for dim in dims)
 
 
-def infer_unknown_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:
+def replace_unknown_size(dims: tuple[MeshDimension, ...], num_devices: int) -> tuple[MeshDimension, ...]:
     """Return the dims with a size of -1 replaced by the size that follows from the number of devices."""
     unknown = [dim for dim in dims if dim.size == -1]
     if not unknown:

@@ -14,7 +14,7 @@ from layoutmap.core.blocks import (
     Index,
     NumpyArray,
     compute_block_shape,
-    get_slice_ends,
+    get_starts_and_stops,
     intersect_blocks,
 )
 
@@ -93,7 +93,7 @@ def find_block_transfers(
     """
     shards: dict[Ends, tuple[Index, list[Device]]] = {}
     for device, index in stored.items():
-        shards.setdefault(get_slice_ends(index), (index, []))[1].append(device)
+        shards.setdefault(get_starts_and_stops(index), (index, []))[1].append(device)
     sent: Counter[Device] = Counter()
     found: list[BlockTransfer[Device]] = []
     for receiver, blocks in needed.items():

@@ -50,7 +50,7 @@ class StepTracer(Protocol):
 
 
 @dataclass(frozen=True)
-class BatchArray:
+class BatchArraySpec:
     """Describe one array of a batch by name, shape, and dtype.
 
     Args:
@@ -82,7 +82,7 @@ class TrainingStep:
 
     name: str
     variables: Sequence[VariableSpec]
-    batch: Sequence[BatchArray]
+    batch: Sequence[BatchArraySpec]
     blocks: Sequence[Sequence[str]]
     run: Callable[[StepTracer, Mapping[Key, Any], Sequence[Any]], Mapping[Key, Any]]
     notes: Sequence[str] = ()

@@ -44,7 +44,7 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         loader = _make_strict_loader_class(getattr(yaml, "CBaseLoader", yaml.BaseLoader))
         _check_yaml_events(yaml.parse(text, loader))  # pyright: ignore[reportUnknownMemberType]
         return loader(text).get_single_data()
-    except _YamlRefusal as error:
+    except _YamlRefusalError as error:
         mark, what, why, fix = error.args
         raise RuleError(f"{where}: {what}", facts={"line": mark.line + 1}, why=why, fix=fix) from None
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError if it cannot encode the text
@@ -54,7 +54,7 @@ def read_yaml(text: str, where: str = "rules file") -> Any:
         raise RuleError(f"{where} cannot be read", why=str(error), fix=fix) from error
 
 
-class _YamlRefusal(Exception):
+class _YamlRefusalError(Exception):
     """Raised for a part of the document that is not allowed. `args` are its position, the headline, reason, and fix."""
 
 
@@ -67,13 +67,15 @@ def _check_yaml_events(events: Any) -> None:
         if depth > _MAX_DEPTH + 2:  # the stream and the document count as two more levels
             why = "a rules file needs five levels, for a sharding spec of several mesh dims in a layout of a rule"
             what, fix = f"it has more than {_MAX_DEPTH} nested levels", "write a rule as in a: [null, model]"
-            raise _YamlRefusal(event.start_mark, what, why, fix)
+            raise _YamlRefusalError(event.start_mark, what, why, fix)
         if tag not in (None, "!"):
             why = "a file holds text, decimal integers, and null, in mappings and lists"
-            raise _YamlRefusal(event.start_mark, f"the tag {tag} is not supported", why, "delete the tag")
+            raise _YamlRefusalError(
+                event.start_mark, f"the tag {tag} is not supported", why, "delete the tag"
+            )
         if name == "ScalarEvent" and event.value == "<<" and event.implicit[0]:
             why = "a merge key hides the order of the rules, and the first match wins"
-            raise _YamlRefusal(
+            raise _YamlRefusalError(
                 event.start_mark, "the merge key << is not supported", why, "write out the merged keys"
             )
 
@@ -97,7 +99,7 @@ def _make_strict_loader_class(base: Any) -> Any:
                     f"its aliases repeat more than {_MAX_ALIASED} values",
                     "so many are a mistake or an attack",
                 )
-                raise _YamlRefusal(node.start_mark, what, why, "write the values instead of aliases")
+                raise _YamlRefusalError(node.start_mark, what, why, "write the values instead of aliases")
             return value
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -106,7 +108,9 @@ def _make_strict_loader_class(base: Any) -> Any:
                 key = repr(self.construct_object(key_node))
                 if key in keys:
                     why = "a key has one value, and a pattern one rule"
-                    raise _YamlRefusal(key_node.start_mark, f"{key} appears twice", why, "delete one of them")
+                    raise _YamlRefusalError(
+                        key_node.start_mark, f"{key} appears twice", why, "delete one of them"
+                    )
                 keys.add(key)
             return base.construct_mapping(self, node, deep=True)
 

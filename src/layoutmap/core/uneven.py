@@ -152,7 +152,7 @@ def derive_layout_from_parent(parent: Layout, axes: Axes) -> Layout:
     return Layout.from_valid_specs(specs, parent.mesh, parent.memory)
 
 
-def add_sharding_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
+def derive_layout_with_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
     """Return a layout with one more mesh dim on the first axis that still splits evenly, or unchanged if no axis does.
 
     Args:
@@ -162,7 +162,7 @@ def add_sharding_dim(layout: Layout, shape: Sequence[int], dim: str) -> Layout:
 
     Example:
         >>> from layoutmap import Mesh
-        >>> print(add_sharding_dim(Layout(["model", None], Mesh(None, "batch=2,model=4")), (16, 8), "batch"))
+        >>> print(derive_layout_with_dim(Layout(["model", None], Mesh(None, "batch=2,model=4")), (16, 8), "batch"))
         ((model, batch), unsharded)
     """
     dims = [layout.list_mesh_dims(axis) for axis in range(layout.rank)]

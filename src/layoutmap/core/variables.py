@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class AxesUse:
+class AxisRoles:
     """Describe the axes of a weight by their use in a layer, as summed axes or as axes of the output.
 
     Args:
@@ -86,7 +86,7 @@ class VariableSpec:
     axes: Axes | None = None
     parent_shape: tuple[int, ...] | None = None
     model: str = ""
-    use: AxesUse | None = None
+    use: AxisRoles | None = None
     trainable: bool = True
     name: str = field(default="", compare=False, repr=False)
     memory: str = field(default="", compare=False)

@@ -50,11 +50,13 @@ def rank_variants_by_cost(
             "a fused kernel for attention": lambda: [replace(original, fuse_attention=True)] * can_fuse,
             "recomputing activations": lambda: [replace(original, remat="blocks")] * can_recompute,
             "weights sharded over the mesh dim of the batch": lambda: (
-                [original.shard_weights(data, plan)] if data else _vary_batch_dim(original)
+                [original.with_sharded_weights(data, plan)] if data else _iterate_batch_dim_variants(original)
             ),
-            "other layouts of what blocks return": lambda: _vary_activation_rules(original, blocks),
-            "twice as many devices": lambda: map(original.double_devices, original.mesh.dim_names),
-            "half the batch": lambda: [original.halve_batch()],
+            "other layouts of what blocks return": lambda: _iterate_activation_rule_variants(
+                original, blocks
+            ),
+            "twice as many devices": lambda: map(original.with_doubled_devices, original.mesh.dim_names),
+            "half the batch": lambda: [original.with_halved_batch()],
         }
         for name, make_variants in makers.items():
             trials.add_best_variant(name, make_variants, show_progress)
@@ -109,7 +111,7 @@ class _VariantTrials:
         for variant, cost in found:
             is_same = variant.mesh == self._original.mesh and variant.inputs == self._original.inputs
             if is_same and cost.step.peak_bytes < self._peak_bytes:
-                together = together.add_changes_between(self._original, variant)
+                together = together.with_changes_between(self._original, variant)
         known, last, variant = (
             [self._original, *(variant for variant, _ in found)],
             self._peak_bytes,
@@ -123,7 +125,7 @@ class _VariantTrials:
                 self._found, last = [*found, (variant, cost)], cost.step.peak_bytes
                 if cost.fits:
                     return
-            variant = variant.halve_batch()
+            variant = variant.with_halved_batch()
 
     def list_advice(self) -> tuple[Advice, ...]:
         """Return the advice, best first."""
@@ -142,14 +144,16 @@ class _VariantTrials:
         return (not cost.fits, *others, cost.step_seconds if cost.fits else cost.step.peak_bytes)
 
 
-def _vary_batch_dim(original: PlanVariant) -> Iterator[PlanVariant]:
+def _iterate_batch_dim_variants(original: PlanVariant) -> Iterator[PlanVariant]:
     """Yield plan variants that shard the batch over one mesh dim."""
     for dim in original.mesh.mesh_dims:
         if dim.size > 1 and original.batch_size % dim.size == 0:
             yield replace(original, batch_dim=dim.name)
 
 
-def _vary_activation_rules(original: PlanVariant, stacks: Sequence[BlockStack]) -> Iterator[PlanVariant]:
+def _iterate_activation_rule_variants(
+    original: PlanVariant, stacks: Sequence[BlockStack]
+) -> Iterator[PlanVariant]:
     """Yield plan variants that lay out the outputs of blocks differently."""
     names = " and ".join(format_merged_paths(each.paths) for each in stacks)
     others = [
@@ -167,6 +171,6 @@ def _vary_activation_rules(original: PlanVariant, stacks: Sequence[BlockStack]) 
             match = original.rules.activations.match(each.paths[0])
             if specs is not None and len(each.shape) == len(specs):
                 rules[match.rule.pattern if match.rule else make_path_regex(each.paths)] = specs
-        made = original.change_rules({}, rules)
+        made = original.with_changed_rules({}, rules)
         if made.rules != original.rules:
             yield replace(made, preset=original.preset, block_names=names)

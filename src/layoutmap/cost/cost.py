@@ -56,7 +56,7 @@ class CollectiveRow:
         return kind, f"{self.calls:,}", over, self.network, *sizes, why, c.phase
 
     @property
-    def sentence(self) -> str:
+    def description(self) -> str:
         """Sentence that describes the collective, without its cause."""
         kind, times, over, network, tensor, sent, seconds, _, phase = self.cells
         often = "once" if times == "1" else f"{times} times"
@@ -183,7 +183,7 @@ class Cost:
         """Tensors on a device at the peak of a step, without the step's arguments."""
         return self.step.held
 
-    def mark_weight_collectives(self, paths: frozenset[str]) -> Cost:
+    def with_weight_paths(self, paths: frozenset[str]) -> Cost:
         """Return this cost with `paths` as the weights, so that their collectives overlap with computing."""
         return replace(self, weights=paths)
 
@@ -249,10 +249,10 @@ class Cost:
         return found
 
     def format_collectives(self, paths: Iterable[str]) -> list[str]:
-        """Return a sentence for each collective that the variables or layers at `paths` cause."""
+        """Return a description for each collective that the variables or layers at `paths` cause."""
         causes = dict.fromkeys(cause for path in paths for cause in (path, replace_numbers_with_stars(path)))
         return [
-            row.sentence
+            row.description
             for row in self._merge_into_rows(
                 c for cause in causes for c in self._collectives_by_cause.get(cause, ())
             )

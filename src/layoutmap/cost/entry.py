@@ -11,12 +11,12 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.json import make_cost_fields, read_cost_fields
 from layoutmap.cost.lint import COST_CHECKS
-from layoutmap.cost.plan_cost import add_step_cost, make_cost_request
+from layoutmap.cost.plan_cost import make_cost_request, make_plan_with_step_cost
 from layoutmap.plan.lint.weights import LintedPlan
 from layoutmap.plan.problems import Problem
 
 __all__ = [
-    "add_step_cost",
+    "make_plan_with_step_cost",
     "explain_step",
     "find_cost_problems",
     "format_costs_by_name",

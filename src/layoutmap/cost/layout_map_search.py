@@ -21,7 +21,7 @@ from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.lower_step import LoweredStep, lower_step
 from layoutmap.cost.machine import Machine
 from layoutmap.cost.machines import resolve_machine
-from layoutmap.cost.plan_cost import choose_counting_target, choose_verify_target
+from layoutmap.cost.plan_cost import choose_target_for_counting, choose_target_to_verify
 from layoutmap.cost.search.built_in_maps import BuiltInMap, iterate_built_in_maps, make_built_in_map
 from layoutmap.cost.search.finalists import (
     choose_best_compiled_map,
@@ -227,7 +227,7 @@ def search(
         )
     machine = resolve_machine(on, given, "search: ")
     kept_rules = _select_kept_rules(start, keep, given)
-    target = choose_verify_target(verify, machine)
+    target = choose_target_to_verify(verify, machine)
     limit = machine.device.memory_bytes if memory is None else memory
     search_cache = None if cache is None else SearchCache(cache)
     lowered = lower_step(
@@ -288,7 +288,7 @@ def search(
     def get_evaluator(candidate: Candidate) -> _MapEvaluator:
         return recomputing if recomputing and candidate.recomputes else evaluate
 
-    compiled, for_gpu = None, choose_counting_target(verify, machine)
+    compiled, for_gpu = None, choose_target_for_counting(verify, machine)
     if for_gpu and outcome.is_complete:
 
         def make_compiled_evaluator(candidate: Candidate) -> EvaluateFn:

@@ -73,7 +73,7 @@ def find_gathered_weight_problems(cost: Cost, linted: LintedPlan) -> Iterator[Pr
 def find_resharded_output_problems(cost: Cost, linted: LintedPlan) -> Iterator[Problem]:
     """Yield a problem for each fused kernel with outputs that are resharded, because a split of them crosses shards."""
     for w in linted.kernels:
-        taker = linted.fused_kernels.get(id(w))
+        taker = linted.kernels_after_fused.get(id(w))
         dims = {*w.list_dims(w.list_axes("out")[0])} - {*linted.batch_dims}
         # The layer that contains both kernels splits the outputs, so it is the cause.
         found = [

@@ -129,18 +129,18 @@ def parse_devices(text: str, where: str) -> Mapping[str, Device]:
     Raises:
         LayoutMapError: The text does not have the form of `machines.yaml`.
     """
-    top = _FileFields(read_yaml(text, where), where, ("version", "devices"))
+    top = _DeviceFileFields(read_yaml(text, where), where, ("version", "devices"))
     if top.data["version"] != 1:
         raise _make_file_error(
             where,
             f"version {shorten_repr(top.data['version'])} is not known",
             "this layoutmap reads version 1",
         )
-    devices = _FileFields(top.data["devices"], f"{where}: devices", ()).data
+    devices = _DeviceFileFields(top.data["devices"], f"{where}: devices", ()).data
     return {name: _parse_device(name, data, f"{where}: {name}") for name, data in devices.items()}
 
 
-class _FileFields:
+class _DeviceFileFields:
     """Mapping in a file of devices. Unknown and missing keys raise an error, and methods return checked values."""
 
     def __init__(self, data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()):
@@ -201,10 +201,12 @@ def _make_file_error(
 
 
 def _parse_device(name: str, data: Any, where: str) -> Device:
-    fields = _FileFields(data, where, _KEYS[1:-1], ("about", "sources"))
-    flops = _FileFields(fields.data["flops"], f"{where}.flops", ())
-    fast = _FileFields(fields.data["fast"], f"{where}.fast", ("name", "bandwidth", "devices"), ("ring_from",))
-    slow = _FileFields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
+    fields = _DeviceFileFields(data, where, _KEYS[1:-1], ("about", "sources"))
+    flops = _DeviceFileFields(fields.data["flops"], f"{where}.flops", ())
+    fast = _DeviceFileFields(
+        fields.data["fast"], f"{where}.fast", ("name", "bandwidth", "devices"), ("ring_from",)
+    )
+    slow = _DeviceFileFields(fields.data["slow"], f"{where}.slow", ("name", "bandwidth"))
     sources: Any = fields.data.get("sources") or []
     if not isinstance(sources, list) or not all(isinstance(each, str) for each in cast("list[Any]", sources)):
         raise _make_file_error(

@@ -14,7 +14,7 @@ from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims
-from layoutmap.core.steps import BatchArray, TrainingStep
+from layoutmap.core.steps import BatchArraySpec, TrainingStep
 from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.cost.cost import Cost
@@ -80,13 +80,13 @@ def make_cost_request(
                 why=why,
                 fix=f"leave {name} out, or plan the same rules with the model on JAX",
             )
-    target = choose_verify_target(verify, machine)
-    counting_target = choose_counting_target(verify, machine) if engine == "jax" else None
+    target = choose_target_to_verify(verify, machine)
+    counting_target = choose_target_for_counting(verify, machine) if engine == "jax" else None
     fuses = bool(options["fuse_attention"])
     return CostRequest(machine, batch_dim, options["loss"], target, counting_target, remat, fuses, str(on))
 
 
-def choose_verify_target(verify: bool | str | None, machine: Machine) -> str | None:
+def choose_target_to_verify(verify: bool | str | None, machine: Machine) -> str | None:
     """Return the device that XLA compiles the whole step for, or None without `verify`. Raise if it has no compiler."""
     if not verify:
         return None
@@ -97,7 +97,7 @@ def choose_verify_target(verify: bool | str | None, machine: Machine) -> str | N
     return name
 
 
-def choose_counting_target(verify: bool | str | None, machine: Machine) -> str | None:
+def choose_target_for_counting(verify: bool | str | None, machine: Machine) -> str | None:
     """Return the machine's device type if XLA's compiler for it is installed and should count costs, else None."""
     from layoutmap.cost.jax.targets import has_gpu_compiler  # imported here, because it imports JAX
 
@@ -105,13 +105,13 @@ def choose_counting_target(verify: bool | str | None, machine: Machine) -> str |
     return name if verify in (None, True) and has_gpu_compiler(name) else None
 
 
-def add_step_cost(
+def make_plan_with_step_cost(
     plan: Plan, context: Scope, model: object, inputs: object, optimizer: object, request: CostRequest
 ) -> Plan:
     """Return the plan with the cost of its model's step, or with a problem if JAX refuses an operation of the step."""
     counter = _VariantCostComputer(plan, context, model, inputs, optimizer, request)
     begin = time.process_time()
-    lowered, assignments, policy = counter.get_counter_and_assignments(counter.variant)
+    lowered, assignments, policy = counter.make_counter_assignments_and_policy(counter.variant)
     try:
         target = request.counting_target
         step_cost = _compute_compiled_cost(lowered, assignments, policy, target) if target else None
@@ -135,7 +135,7 @@ def add_step_cost(
         plan = replace(
             plan, layers=OutputRanks(plan.layers | {path: len(shape) for path, shape in shapes.items()})
         )
-    found = counter.add_cost_to_plan(plan, step_cost, policy, verified)
+    found = counter.make_plan_with_cost(plan, step_cost, policy, verified)
     assert isinstance(found.cost, Cost)
     if found.cost.fits or not request.advises:
         return found
@@ -206,7 +206,7 @@ class _VariantCostComputer:
     ):
         self._plan, self._context, self._request = plan, context, request
         self._model, self._optimizer, self._inputs = model, optimizer, inputs
-        self.step = self._make_step(inputs)
+        self.step = self._make_training_step(inputs)
         self._lowered: dict[Any, Any] = {}
         self.variant = PlanVariant(
             context.layout_map,
@@ -218,14 +218,18 @@ class _VariantCostComputer:
             fuse_attention=request.fuse_attention,
         )
 
-    def _make_step(self, inputs: object) -> TrainingStep:
+    def _make_training_step(self, inputs: object) -> TrainingStep:
         return make_training_step(self._context, self._model, inputs, self._optimizer, self._request.loss)
 
-    def get_counter_and_assignments(self, variant: PlanVariant) -> tuple[Any, list[Assignment], LayoutPolicy]:
+    def make_counter_assignments_and_policy(
+        self, variant: PlanVariant
+    ) -> tuple[Any, list[Assignment], LayoutPolicy]:
         """Return the step counter for a variant, the layouts of its variables, and the policy for its activations."""
         has_same_inputs = variant.inputs == self.variant.inputs
         step = (
-            self.step if has_same_inputs else self._make_step(_unflatten_inputs(self._inputs, variant.inputs))
+            self.step
+            if has_same_inputs
+            else self._make_training_step(_unflatten_inputs(self._inputs, variant.inputs))
         )
         # If the optimizer is not part of the model, the plan lacks its slots, so add those of the step.
         planned = {v.key: v for v in (*(a.variable for a in self._plan.assignments), *step.variables)}
@@ -243,7 +247,7 @@ class _VariantCostComputer:
             self._lowered[key] = counter(step, **{name: value for name, value in more.items() if value})
         return self._lowered[key], [layouts[v.key] for v in step.variables], policy
 
-    def add_cost_to_plan(
+    def make_plan_with_cost(
         self, plan: Plan, step_cost: StepCost, policy: LayoutPolicy, verified: Verified | None
     ) -> Plan:
         """Return the plan with the cost of a step. The arrays of `later=` are added to the memory of this cost."""
@@ -272,15 +276,15 @@ class _VariantCostComputer:
 
     def compute_variant_cost(self, variant: PlanVariant) -> Cost:
         """Return the cost of a step of a plan variant."""
-        lowered, assignments, policy = self.get_counter_and_assignments(variant)
-        found = self.add_cost_to_plan(
+        lowered, assignments, policy = self.make_counter_assignments_and_policy(variant)
+        found = self.make_plan_with_cost(
             self._plan, lowered.compute_cost(assignments, policy), policy, None
         ).cost
         assert isinstance(found, Cost)
         return found
 
 
-def _list_input_shapes(inputs: object) -> tuple[BatchArray, ...]:
+def _list_input_shapes(inputs: object) -> tuple[BatchArraySpec, ...]:
     """Return the shapes of inputs that are one array, a list, or a mapping of arrays, or nothing for other inputs."""
     pairs: Any = [("", inputs)]
     if isinstance(inputs, Mapping | list | tuple):
@@ -289,10 +293,10 @@ def _list_input_shapes(inputs: object) -> tuple[BatchArray, ...]:
     named: dict[Any, Any] = dict(pairs)
     if not all(hasattr(each, "shape") and hasattr(each, "dtype") for each in named.values()):
         return ()
-    return tuple(BatchArray(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
+    return tuple(BatchArraySpec(str(name), tuple(x.shape), str(x.dtype)) for name, x in named.items())
 
 
-def _unflatten_inputs(inputs: object, leaves: Sequence[BatchArray]) -> Any:
+def _unflatten_inputs(inputs: object, leaves: Sequence[BatchArraySpec]) -> Any:
     """Return `leaves` in the structure of `inputs`: a mapping with the same keys, a list, a tuple, or one array."""
     if isinstance(inputs, Mapping):
         return dict(zip(cast("Any", inputs), leaves, strict=True))

@@ -18,7 +18,7 @@ from layoutmap.adapters.torch.session import TorchSession
 from layoutmap.adapters.torch.training import call_model, find_scalar_loss, get_training_settings
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.steps import BatchArray, Key, TrainingStep
+from layoutmap.core.steps import BatchArraySpec, Key, TrainingStep
 from layoutmap.engines.protocol import Engine
 from layoutmap.engines.torch.element_types import format_dtype
 from layoutmap.engines.torch.operators import Function
@@ -50,14 +50,14 @@ def describe_training_step(
 ) -> TrainingStep:
     """Return the training step of a module from a dry run, which has already set `optimizer` on the module."""
     entries = session.planned_tensors
-    step = _CountedStep(entries, model, inputs, loss)
+    step = _RunnableStep(entries, model, inputs, loss)
     inputs = step.inputs.items()
-    batch = [BatchArray(name, tuple(x.shape), format_dtype(x.dtype)) for name, x in inputs]
+    batch = [BatchArraySpec(name, tuple(x.shape), format_dtype(x.dtype)) for name, x in inputs]
     specs = [entry.spec for entry in entries]
     return TrainingStep(type(model).__name__, specs, batch, (), step.run_step_twice, step.notes)
 
 
-class _CountedStep:
+class _RunnableStep:
     def __init__(
         self, entries: Sequence[DescribedTensor], model: torch.nn.Module, inputs: Any, loss: Function | None
     ):
@@ -102,7 +102,7 @@ class _CountedStep:
             self.notes += [_NO_LOSS] * (_NO_LOSS not in self.notes)
             numbers = [each for each in list_tensors(output) if each.is_floating_point()]
             value = sum(each.float().square().mean() for each in numbers)
-        with tracer.mark_phase("backward"):
+        with tracer.count_in_phase("backward"):
             value.backward()
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:

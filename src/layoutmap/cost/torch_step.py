@@ -29,7 +29,7 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Phase, StepCost
 from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.arrays import convert_layout, record_layout
+from layoutmap.engines.torch.arrays import convert_to_native_layout, record_layout
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import discard_meshes_of_group
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
@@ -144,7 +144,7 @@ def _translate_run_errors(step: TrainingStep) -> Generator[None]:
 def _make_fake_dtensor(assignment: Assignment) -> object:
     """Return a DTensor for a variable in its layout, without values."""
     variable, layout = assignment.variable, assignment.layout
-    native, placements = convert_layout(layout)
+    native, placements = convert_to_native_layout(layout)
     dtype = find_torch_dtype(variable.dtype, variable.path)
     local = torch.empty(assignment.shard_shape, dtype=dtype, device=native.device_type)
     return record_layout(
@@ -201,13 +201,13 @@ class _OperationCounter(TorchDispatchMode):
         """Record the path of the variable to which a shard belongs. The path of a batch is empty."""
         self._paths_by_storage[get_storage_key(local)] = path
 
-    def mark_phase(self, name: Phase) -> AbstractContextManager[None]:
+    def count_in_phase(self, name: Phase) -> AbstractContextManager[None]:
         """Count operations as those of a phase of the step until the block ends."""
         return set_attribute_temporarily(self, "_phase", name)
 
     def mark_optimizer_update(self) -> AbstractContextManager[None]:
         """Count operations as the optimizer's update until the block ends."""
-        return self.mark_phase("optimizer")
+        return self.count_in_phase("optimizer")
 
     def reset_counts(self) -> None:
         """Reset the counts. Memory that is in use now counts as resident between steps."""
@@ -337,7 +337,7 @@ class _OperationCounter(TorchDispatchMode):
 
 def _map_groups_to_dims(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Return a dict from the name of each process group of a mesh to its mesh dims."""
-    native = convert_layout(Layout.replicated(mesh, 0))[0]
+    native = convert_to_native_layout(Layout.replicated(mesh, 0))[0]
     simulation.list_ranks(native)  # torch caches this list, and could not compute it once tensors are fake
     return {
         native.get_group(i).group_name: (dim,)

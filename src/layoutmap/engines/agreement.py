@@ -70,13 +70,15 @@ def call_and_share_errors(function: Callable[[], Result], gather: Gather, verb: 
     return result
 
 
-def compare_texts(text: str, gather: Gather, checksum: int = 0) -> tuple[Sequence[str], Sequence[int]]:
+def gather_unequal_texts_and_checksums(
+    text: str, gather: Gather, checksum: int = 0
+) -> tuple[Sequence[str], Sequence[int]]:
     """Return the texts of all processes if they differ, else an empty list, and the checksums of all processes."""
     rows = gather(np.array([zlib.crc32(text.encode()), checksum], np.uint32))
     return gather_texts(text, gather) if len(np.unique(rows[:, 0])) > 1 else [], rows[:, 1].tolist()
 
 
-def make_process_facts(texts: Sequence[str]) -> dict[str, object]:
+def map_process_names_to_texts(texts: Sequence[str]) -> dict[str, object]:
     """Return a dict from the name of each process, such as `process 0`, to its text."""
     return {f"process {number}": each for number, each in enumerate(texts)}
 
@@ -90,13 +92,13 @@ def shorten_text(text: str) -> str:
 
 def check_same_program(call: str, named_texts: Iterable[NamedText], gather: Gather) -> None:
     """Raise a `ScopeError` if a call's name, or a text that describes its computation, differs between processes."""
-    found = find_first_difference([("call", call), *named_texts], gather)
+    found = find_first_text_difference([("call", call), *named_texts], gather)
     if found is None:
         return
     name, texts = found
     raise ScopeError(
         format_text_difference(name, texts),
-        facts={"in": call} | (make_process_facts(texts) if len(texts) > 2 else {}),
+        facts={"in": call} | (map_process_names_to_texts(texts) if len(texts) > 2 else {}),
         why="each process computes a part of one program, and parts of different programs give wrong numbers",
         fix="run the same code in all processes, with the same arguments and the same releases of the libraries",
     )
@@ -150,7 +152,7 @@ class CallComparisonSchedule:
         self.begins_epoch = False
         self.is_in_epochs = False
 
-    def should_compare_next_call(self) -> bool:
+    def count_call_and_check_due(self) -> bool:
         """Count the next call, and return whether the processes compare it."""
         self.calls += 1
         begins, self.begins_epoch = self.begins_epoch, False
@@ -167,11 +169,13 @@ def check_same_batch(arrays: Sequence[Any], gather: Gather, call: int | None = N
         hint: The start of the fix, such as an option of the library with which processes pass parts of the batch.
     """
     described = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-    texts, _ = compare_texts(f"{described}, checksum {compute_checksum(*arrays):08x}", gather)
+    texts, _ = gather_unequal_texts_and_checksums(
+        f"{described}, checksum {compute_checksum(*arrays):08x}", gather
+    )
     if texts:
         raise ScopeError(
             "the processes pass different batches",
-            facts=make_process_facts(texts) | ({} if call is None else {"in call": call}),
+            facts=map_process_names_to_texts(texts) | ({} if call is None else {"in call": call}),
             why="every process must pass the same global batch, and computes its part of it",
             fix=f"{hint}read the same data in the same order in all processes: shuffle with the same "
             "seed, and use no sampler that gives each process its own rows",
@@ -182,20 +186,20 @@ def check_same_texts(
     named_texts: Iterable[tuple[str, str]], gather: Gather, problem: str, **error_parts: str
 ) -> None:
     """Raise a `ScopeError` if named texts differ between the processes."""
-    found = find_first_difference(named_texts, gather)
+    found = find_first_text_difference(named_texts, gather)
     if found is not None:
         path, texts = found
-        raise ScopeError(f"{path}: {problem}", facts=make_process_facts(texts), **error_parts)
+        raise ScopeError(f"{path}: {problem}", facts=map_process_names_to_texts(texts), **error_parts)
 
 
-def find_first_difference(
+def find_first_text_difference(
     named_texts: Iterable[tuple[str, str]], gather: Gather
 ) -> tuple[str, list[str]] | None:
     """Return the first name with texts that differ, and the first differing line of each process, or None.
 
     If the processes have different names, return a name that some of them lack, with "nothing" as their line.
     """
-    texts, _ = compare_texts(json.dumps(list(named_texts)), gather)
+    texts, _ = gather_unequal_texts_and_checksums(json.dumps(list(named_texts)), gather)
     lists = [_parse_named_texts_from_json(text) for text in texts]
     known = [{name for name, _ in each} for each in lists]
     nothing = ("", "nothing")

@@ -200,7 +200,7 @@ def check_shard(variable: VariableSpec, index: Index, shape: Sequence[int], dtyp
         )
 
 
-def make_checked_reader(variable: VariableSpec, read: BlockReader) -> BlockReader:
+def add_checks_to_block_reader(variable: VariableSpec, read: BlockReader) -> BlockReader:
     """Wrap `read`, which returns values of a variable, so that a wrong shape or element type raises."""
 
     def read_checked_values(index: Index) -> NumpyArray:
@@ -248,7 +248,7 @@ def check_random_mode(engine: str, draws: str, supported_modes: Sequence[str] = 
 # -- cache of programs
 
 
-def store_in_cache(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
+def store_in_bounded_cache(cache: OrderedDict[Hashable, Value], key: Hashable, value: Value) -> Value:
     """Store a value in a cache and return it. Remove the oldest values of a full cache. The caller must hold a lock."""
     cache[key] = value
     while len(cache) > _MAX_REMEMBERED:

@@ -2,7 +2,7 @@
 
 A `KeyboardInterrupt` can come before any line, also before the first one of an `__exit__`, or between a change and the
 `try` that would undo it. So nothing here counts uses. A use of patches is an object that the running `with` block
-references. It ends when the block ends, or else when the object is garbage-collected. Patches can be installed and
+references. It ends when the block ends, or else when the object is garbage-collected. PatchGroup can be installed and
 removed repeatedly, and removing restores the attribute that was found (decisions/0025).
 """
 
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
 
-class ClosingContext:
+class SelfClosingContext:
     """A context manager that is also closed when it is garbage-collected.
 
     Subclasses implement `open_context` and `close_context`. A second `close_context` must have no effect.
@@ -120,17 +120,17 @@ def make_patch_if_present(owner: object, name: str, wrap: Callable[[Any], Any]) 
 
 
 # Ctrl-C can interrupt `__exit__`, so patches are also removed at garbage collection of the context (decisions/0025).
-class Patches:
+class PatchGroup:
     """Install several patches together, as long as any thread uses them.
 
     Args:
-        patches: The patches. No other `Patches` may replace the same attribute.
+        patches: The patches. No other `PatchGroup` may replace the same attribute.
 
     Example:
         >>> class Theirs:
         ...     def name(self):
         ...         return "theirs"
-        >>> patches = Patches([AttributePatch(Theirs, "name", lambda name: lambda self: name(self).upper())])
+        >>> patches = PatchGroup([AttributePatch(Theirs, "name", lambda name: lambda self: name(self).upper())])
         >>> with patches.activate(), patches.activate():
         ...     Theirs().name()
         'THEIRS'
@@ -145,7 +145,7 @@ class Patches:
         # lock.
         self._lock = threading.RLock()
 
-    def activate(self) -> ClosingContext:
+    def activate(self) -> SelfClosingContext:
         """Return a context manager during which the patches are installed."""
         return _PatchUse(self)
 
@@ -156,7 +156,7 @@ class Patches:
             for patch in self._patches:
                 patch.install()
 
-    def discard_use(self, use: _PatchUse) -> None:
+    def remove_use(self, use: _PatchUse) -> None:
         """Unregister a use, and remove the patches if no use is left."""
         with self._lock:
             self._uses.discard(use)
@@ -165,17 +165,17 @@ class Patches:
                     patch.remove()
 
 
-class _PatchUse(ClosingContext):
-    """A use of `Patches` in a `with` block. It ends with the block, or when this object is garbage-collected."""
+class _PatchUse(SelfClosingContext):
+    """A use of `PatchGroup` in a `with` block. It ends with the block, or when this object is garbage-collected."""
 
-    def __init__(self, patches: Patches):
+    def __init__(self, patches: PatchGroup):
         self._patches = patches
 
     def open_context(self) -> None:
         self._patches.add_use(self)
 
     def close_context(self) -> None:
-        self._patches.discard_use(self)
+        self._patches.remove_use(self)
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def set_attribute_temporarily(owner: object, name: str, value: object) -> Genera
         setattr(owner, name, before)
 
 
-def wrap_in_context(
+def wrap_method_in_context(
     method: Callable[..., Any], make_context: Callable[[], AbstractContextManager[object]]
 ) -> Callable[..., Any]:
     """Return a method that runs each call of `method` in a new context."""

@@ -35,7 +35,7 @@ class PlacementWithoutLayout:
     is_copied: bool = False
 
 
-class MakeArrayMover(Protocol):
+class ArrayMoverFactory(Protocol):
     """Make a function that moves arrays to the devices, layouts, and dtypes of other arrays."""
 
     def __call__(
@@ -84,14 +84,14 @@ class Engine(Protocol):
         name: The engine's name: `"jax"`, `"tensorflow"`, `"torch"`.
         array_types: The classes of the framework's arrays and of its variables that hold one.
         several_dims: Whether one axis of an array can be sharded over several mesh dims.
-        make_array_mover: Function that returns a function that moves arrays (see `MakeArrayMover`). `None`: arrays
+        make_array_mover: Function that returns a function that moves arrays (see `ArrayMoverFactory`). `None`: arrays
             move through the memory of one process.
     """
 
     name: str
     array_types: tuple[type, ...]
     several_dims: bool
-    make_array_mover: MakeArrayMover | None
+    make_array_mover: ArrayMoverFactory | None
 
     def list_device_names(self, device_type: str | None = None) -> tuple[str, ...]:
         """Return the names of all devices of a type (`None`: the default type), in the framework's order.

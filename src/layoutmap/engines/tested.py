@@ -60,7 +60,7 @@ def warn_if_untested(package: str) -> None:
     warnings.warn(warning, stacklevel=find_user_stacklevel(TESTED.keys()))
 
 
-def make_unsupported_error(
+def make_unsupported_release_error(
     package: str, missing: object, error_class: type[LayoutMapError] = EngineError
 ) -> LayoutMapError:
     """Return the error for a release without names that layoutmap needs."""
@@ -84,7 +84,7 @@ class ImportErrorConverter:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, (ImportError, AttributeError)):
-            raise make_unsupported_error(self._package, error, self._error_class) from error
+            raise make_unsupported_release_error(self._package, error, self._error_class) from error
 
 
 def check_names_exist(package: str, *owners_and_names: tuple[object, str]) -> None:
@@ -102,7 +102,7 @@ def check_names_exist(package: str, *owners_and_names: tuple[object, str]) -> No
         if not _has_or_uses_attribute(owner, name)
     ]
     if missing:
-        raise make_unsupported_error(package, ", ".join(missing))
+        raise make_unsupported_release_error(package, ", ".join(missing))
 
 
 def _has_or_uses_attribute(owner: object, name: str) -> bool:
@@ -128,7 +128,7 @@ def import_module_needing_framework(package: str, module: str) -> ModuleType:
         of_another = isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(package)
         if of_another or _is_tested_release(package):
             raise
-        raise make_unsupported_error(package, error) from error
+        raise make_unsupported_release_error(package, error) from error
 
 
 def _format_tested_releases(package: str) -> str:

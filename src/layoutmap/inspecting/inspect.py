@@ -17,7 +17,7 @@ from layoutmap.core.specs import BatchDim, list_batch_dims
 from layoutmap.core.variables import Assignment
 from layoutmap.engines import Engine, get_engine
 from layoutmap.engines.protocol import PlacementWithoutLayout
-from layoutmap.inspecting.replicas import PlacedVariable, find_replica_differences
+from layoutmap.inspecting.replicas import PlacedVariable, find_replica_problems
 from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.scope.context import Scope
@@ -105,7 +105,7 @@ def _inspect_model(model: object, optimizer: object, batch_dim: BatchDim | None,
     ]
     problems = [problem for each in placed for problem in _iterate_placement_problems(each, mesh)]
     if across:
-        problems += find_replica_differences(placed, engine, mesh)
+        problems += find_replica_problems(placed, engine, mesh)
     gathered = tuple(dim for dim in adapter.list_gathered_dims(model) if dim in mesh)
     plan = Plan(mesh, tuple(assignments), sort_problems(problems), gathered_dims=gathered)
     plan = replace(plan, batches=list_batch_dims(batch_dim) if batch_dim else scope and scope.batches)
@@ -232,7 +232,7 @@ def _iterate_placement_problems(placed: PlacedVariable, mesh: Mesh) -> Iterator[
             yield Problem("uneven", severity, path, what, facts, why, error.fix)
 
 
-def _get_mesh_and_dims(layout: Layout) -> tuple[Mesh, list[list[str]]]:
+def _get_mesh_and_sharding_dims(layout: Layout) -> tuple[Mesh, list[list[str]]]:
     """Return a pair: the mesh of a layout, and for each axis the dims with more than one device that shard the axis."""
     sizes = layout.mesh.dim_sizes
     return layout.mesh, [
@@ -250,7 +250,11 @@ def _merge_with_scope_plan(inspected_plan: Plan, scope_plan: PlanTable) -> Plan:
     for each in inspected_plan.assignments:
         path, shape = each.variable.path, each.variable.shape
         alike = [a for a in known.get(path, ()) if a.variable.shape == shape]
-        same = [a for a in alike if _get_mesh_and_dims(a.layout) == _get_mesh_and_dims(each.layout)]
+        same = [
+            a
+            for a in alike
+            if _get_mesh_and_sharding_dims(a.layout) == _get_mesh_and_sharding_dims(each.layout)
+        ]
         if alike and not same:
             facts = ("layout in the scope", str(alike[0].layout)), ("layout now", str(each.layout))
             why = "the program has replaced the array after its scope sharded it"

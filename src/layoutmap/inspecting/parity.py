@@ -38,7 +38,7 @@ from layoutmap.core.errors import ParityError
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import BatchDim
 from layoutmap.engines import get_engine
-from layoutmap.inspecting.rounding import perturb_arrays, perturb_variables
+from layoutmap.inspecting.rounding import make_perturbed_arrays, perturb_variables
 from layoutmap.scope.arguments import check_model_function
 from layoutmap.scope.layout_map import LayoutMap
 from layoutmap.scope.owner import retry_with_model_library
@@ -306,7 +306,7 @@ def compare_with_perturbed_model(
     """
     signs = np.random.default_rng(seed)
     perturb_variables(adapter, perturbed_model, signs, tolerance)
-    perturbed_batch = perturb_arrays(batch, signs, tolerance)
+    perturbed_batch = make_perturbed_arrays(batch, signs, tolerance)
     return compare_models(
         adapter,
         model,
@@ -535,7 +535,7 @@ def _compute_perturbed_gradients(
     signs = np.random.default_rng(0)
     perturb_variables(adapter, model, signs, tolerance)
     try:
-        return adapter.gradients(model, perturb_arrays(batch, signs, tolerance))[1]
+        return adapter.gradients(model, make_perturbed_arrays(batch, signs, tolerance))[1]
     finally:
         for path, variable in adapter.variables(model).items():
             if path in before and not np.array_equal(adapter.read(variable), before[path], equal_nan=True):
@@ -625,7 +625,7 @@ def _explain_why_row_differs(row: ParityRow, mesh: Mesh | None) -> str:
         )
     if row.stage == "forward":
         return "the weights were equal and the outputs are not: some operation is wrong under its layouts"
-    if mesh is not None and row.factor is not None and (dims := _find_dims_of_size(mesh, row.factor)):
+    if mesh is not None and row.factor is not None and (dims := _format_dims_with_product(mesh, row.factor)):
         return (
             f"the outputs were equal and each element of this gradient is {row.factor:.3g} times the unsharded one, "
             f"the size of the mesh in {dims}: a sum over the mesh adds equal copies"
@@ -635,7 +635,7 @@ def _explain_why_row_differs(row: ParityRow, mesh: Mesh | None) -> str:
     return "gradients were equal and the step is not: the optimizer's state or its order of updates differs"
 
 
-def _find_dims_of_size(mesh: Mesh, factor: float) -> str:
+def _format_dims_with_product(mesh: Mesh, factor: float) -> str:
     """Return the fewest mesh dims, as text, with sizes that multiply to a factor or its inverse, or an empty string."""
     names = [name for name in mesh.dim_names if mesh.dim_size(name) > 1]
     for number in range(1, len(names) + 1):

@@ -18,7 +18,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines import Engine
-from layoutmap.engines.agreement import make_process_facts
+from layoutmap.engines.agreement import map_process_names_to_texts
 from layoutmap.engines.protocol import PlacementWithoutLayout
 from layoutmap.plan.problems import Problem
 from layoutmap.scope.process_group import MeshProcesses
@@ -50,9 +50,7 @@ class PlacedVariable:
         return f"{self.variable.dtype}{list(self.variable.shape)} {how}"
 
 
-def find_replica_differences(
-    variables: Sequence[PlacedVariable], engine: Engine, mesh: Mesh
-) -> list[Problem]:
+def find_replica_problems(variables: Sequence[PlacedVariable], engine: Engine, mesh: Mesh) -> list[Problem]:
     """Return a problem for each variable that differs between devices or processes. All processes must call this."""
 
     @cache
@@ -86,10 +84,12 @@ def find_replica_differences(
             why = "each process stores a part of the same model, so all must create it equally"
             fix = "create it in each process by the same code, with the same layout map, sizes, and dtypes"
             found.append(
-                Problem("differs", "error", path, what, _format_facts(make_process_facts(texts)), why, fix)
+                Problem(
+                    "differs", "error", path, what, _format_facts(map_process_names_to_texts(texts)), why, fix
+                )
             )
         shards = [shard for each in by_process for shard in each.get(path, ("", []))[1]]
-        found += _iterate_drift_problems(path, shards)
+        found += _iterate_replica_difference_problems(path, shards)
     return found
 
 
@@ -106,7 +106,7 @@ def _iterate_shard_checksums(
         yield device, shard_names[device] if shard_names else "", compute_checksum(values)
 
 
-def _iterate_drift_problems(path: str, shards: Sequence[Sequence[Any]]) -> Iterator[Problem]:
+def _iterate_replica_difference_problems(path: str, shards: Sequence[Sequence[Any]]) -> Iterator[Problem]:
     """Yield a problem if devices that store the same shard of a variable have different checksums of it."""
     by_shard: dict[str, dict[int, list[str]]] = {}
     for device, shard, checksum in shards:

@@ -28,12 +28,12 @@ def perturb_variables(
     """
     for variable in adapter.variables(model).values():
         value = adapter.read(variable)
-        perturbed = perturb_arrays(value, signs, tolerance)
+        perturbed = make_perturbed_arrays(value, signs, tolerance)
         if perturbed is not value:
             adapter.write(variable, perturbed)
 
 
-def perturb_arrays(values: Any, signs: np.random.Generator, tolerance: float) -> Any:
+def make_perturbed_arrays(values: Any, signs: np.random.Generator, tolerance: float) -> Any:
     """Return nested values with each element of floating-point arrays changed by one rounding error at random.
 
     Args:
@@ -43,9 +43,9 @@ def perturb_arrays(values: Any, signs: np.random.Generator, tolerance: float) ->
     """
     if isinstance(values, Mapping):
         items = cast("Mapping[Any, Any]", values).items()
-        return {name: perturb_arrays(value, signs, tolerance) for name, value in items}
+        return {name: make_perturbed_arrays(value, signs, tolerance) for name, value in items}
     if type(values) in (list, tuple):
-        return type(values)(perturb_arrays(value, signs, tolerance) for value in values)
+        return type(values)(make_perturbed_arrays(value, signs, tolerance) for value in values)
     if not isinstance(values, np.ndarray):
         return values
     array = cast("NumpyArray", values)

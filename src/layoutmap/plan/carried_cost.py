@@ -101,7 +101,7 @@ class PlanCost(Protocol):
         """Return the cost of the same step on a machine with devices that have this much memory."""
         ...
 
-    def mark_weight_collectives(self, paths: frozenset[str]) -> Self:
+    def with_weight_paths(self, paths: frozenset[str]) -> Self:
         """Return this cost, in which collectives of the weights at these paths are marked as such."""
         ...
 

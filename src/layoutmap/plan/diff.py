@@ -19,7 +19,7 @@ COST_COLUMNS = ("of a step", "before", "after")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanChange:
     """One difference between two plans.
 
     Args:
@@ -59,9 +59,9 @@ class PlanDiff:
 
     before: PlanTable
     after: PlanTable
-    changes: tuple[Change, ...]
+    changes: tuple[PlanChange, ...]
 
-    def __iter__(self) -> Iterator[Change]:
+    def __iter__(self) -> Iterator[PlanChange]:
         return iter(self.changes)
 
     def __len__(self) -> int:
@@ -116,9 +116,9 @@ class PlanDiff:
         return [(change.path or "the mesh", change.what, change.text) for _, change in self.grouped_changes]
 
     @property
-    def grouped_changes(self) -> list[tuple[int, Change]]:
+    def grouped_changes(self) -> list[tuple[int, PlanChange]]:
         """Pairs of a number and a change that stands for this number of equal changes of repeated blocks or slots."""
-        groups: dict[object, list[Change]] = {}
+        groups: dict[object, list[PlanChange]] = {}
         for change in self.changes:
             slot = change.path.rpartition(f"{change.weight}.")[2] if change.weight else ""
             key = (
@@ -130,43 +130,45 @@ class PlanDiff:
         return [(len(group), _merge_equal_changes(group)) for group in groups.values()]
 
 
-def _merge_equal_changes(group: list[Change]) -> Change:
+def _merge_equal_changes(group: list[PlanChange]) -> PlanChange:
     """Return one change that stands for a group of changes, with a merged path."""
     first = group[0]
     if first.weight:
         slot = first.path.rpartition(f"{first.weight}.")[2]
         others = len({(change.before, change.after) for change in group}) - 1
         more = f", and {format_count(others, 'other')}" if others else ""
-        return Change(f"optimizer.*.{slot}", first.what, "", f"as its weight: {first.text}{more}", "*")
+        return PlanChange(f"optimizer.*.{slot}", first.what, "", f"as its weight: {first.text}{more}", "*")
     return replace(first, path=format_merged_paths([change.path for change in group]))
 
 
 def diff_plans(before: PlanTable, after: PlanTable) -> PlanDiff:
     """Return the differences between two plans."""
-    changes: list[Change] = []
+    changes: list[PlanChange] = []
     if before.mesh.mesh_dims != after.mesh.mesh_dims:
-        changes.append(Change("", "mesh", str(before.mesh), str(after.mesh)))
-    changes += _mark_slot_changes([*_iterate_variable_changes(_index_by_key(before), _index_by_key(after))])
+        changes.append(PlanChange("", "mesh", str(before.mesh), str(after.mesh)))
+    changes += _link_slot_changes_to_weights(
+        [*_iterate_variable_changes(_index_assignments_by_path(before), _index_assignments_by_path(after))]
+    )
     changes += _iterate_output_changes(before.activations, after.activations)
     changes += _iterate_unplaced_array_changes(before, after)
     return PlanDiff(before, after, tuple(changes))
 
 
-def _index_by_key(plan: PlanTable) -> dict[tuple[str, str], Assignment]:
+def _index_assignments_by_path(plan: PlanTable) -> dict[tuple[str, str], Assignment]:
     """Return a dict from the model and path of each variable of a plan to its assignment."""
     return {a.variable.key: a for a in plan.assignments}
 
 
 def _iterate_variable_changes(
     before: dict[tuple[str, str], Assignment], after: dict[tuple[str, str], Assignment]
-) -> Iterator[tuple[VariableSpec, Change]]:
+) -> Iterator[tuple[VariableSpec, PlanChange]]:
     """Yield each variable that is added, removed, or changed, with its change."""
     variables = [a.variable for a in {**before, **after}.values()]
     names = dict(zip((v.key for v in variables), format_variable_names(variables), strict=True))
     for key, old in before.items():
         new = after.get(key)
         if new is None:
-            yield old.variable, Change(names[key], "removed", _format_assignment(old), "")
+            yield old.variable, PlanChange(names[key], "removed", _format_assignment(old), "")
             continue
         was, now = old.variable, new.variable
         for what, a, b in (
@@ -179,13 +181,13 @@ def _iterate_variable_changes(
         ):
             if a != b:
                 texts = (str(old.layout), str(new.layout)) if what == "layout" else (str(a), str(b))
-                yield now, Change(names[key], what, *texts)
+                yield now, PlanChange(names[key], what, *texts)
     for key, new in after.items():
         if key not in before:
-            yield new.variable, Change(names[key], "added", "", _format_assignment(new))
+            yield new.variable, PlanChange(names[key], "added", "", _format_assignment(new))
 
 
-def _mark_slot_changes(changes: list[tuple[VariableSpec, Change]]) -> Iterator[Change]:
+def _link_slot_changes_to_weights(changes: list[tuple[VariableSpec, PlanChange]]) -> Iterator[PlanChange]:
     """Yield the changes. If a slot changes in the same way as its weight, set the field `weight` of its change."""
     of_weights = {(v.model, v.path, c.what, c.before, c.after) for v, c in changes}
     for v, c in changes:
@@ -199,15 +201,15 @@ def _format_assignment(assignment: Assignment) -> str:
     return f"{variable.dtype}{list(variable.shape)} {assignment.layout}"
 
 
-def _iterate_output_changes(before: Iterable[Match], after: Iterable[Match]) -> Iterator[Change]:
+def _iterate_output_changes(before: Iterable[Match], after: Iterable[Match]) -> Iterator[PlanChange]:
     """Yield the changes of the layouts of layer outputs."""
     old, new = ({match.path: str(match.layout) for match in matches} for matches in (before, after))
     for path in dict.fromkeys((*old, *new)):
         if old.get(path) != new.get(path):
-            yield Change(path, "output", old.get(path, ""), new.get(path, ""))
+            yield PlanChange(path, "output", old.get(path, ""), new.get(path, ""))
 
 
-def _iterate_unplaced_array_changes(before: PlanTable, after: PlanTable) -> Iterator[Change]:
+def _iterate_unplaced_array_changes(before: PlanTable, after: PlanTable) -> Iterator[PlanChange]:
     """Yield the changes of arrays that have no layout on the mesh of a plan, such as arrays on one device."""
     old, new = (
         {
@@ -219,4 +221,4 @@ def _iterate_unplaced_array_changes(before: PlanTable, after: PlanTable) -> Iter
     )
     for path in dict.fromkeys((*old, *new)):
         if old.get(path) != new.get(path):
-            yield Change(path, "held", old.get(path, ""), new.get(path, ""))
+            yield PlanChange(path, "held", old.get(path, ""), new.get(path, ""))

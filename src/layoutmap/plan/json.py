@@ -39,7 +39,7 @@ from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import replace_unsharded_by_none
 from layoutmap.core.uneven import UnevenSetting
-from layoutmap.core.variables import Assignment, AxesUse, Kind, VariableSpec, get_itemsize
+from layoutmap.core.variables import Assignment, AxisRoles, Kind, VariableSpec, get_itemsize
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.json_fields import (
     MAX_COUNT,
@@ -62,7 +62,7 @@ VERSION = 3
 _OTHERWISE = Match("", None).otherwise
 _ERROR: UnevenSetting = "error"  # the default policy for uneven axes, which is not written
 _DTYPE = re.compile(r"[a-z]{3}[a-z0-9_]*(<[a-z0-9_]+>)?")  # also matches JAX PRNG keys: key<fry>
-_ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # role of an axis; see `AxesUse`
+_ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # role of an axis; see `AxisRoles`
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # an unpaired surrogate, which no encoding can write
 
 
@@ -408,7 +408,7 @@ def _check_variable_fields(fields: _VariableJson, where: str) -> None:
 
 def _read_variable(fields: _VariableJson, where: str, mesh: Mesh) -> Assignment:
     _check_variable_fields(fields, where)
-    use = None if fields.use is None else AxesUse(fields.use, fields.head_size)
+    use = None if fields.use is None else AxisRoles(fields.use, fields.head_size)
     variable = VariableSpec(
         fields.path,
         fields.shape,

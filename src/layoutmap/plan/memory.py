@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.text_table import format_bytes, format_table
 from layoutmap.core.variables import Assignment, Kind
-from layoutmap.plan.lint import make_layout_suggestions
+from layoutmap.plan.lint import make_layout_suggester
 from layoutmap.plan.table import PlanTable
 
 _MAX_SHOWN_ROWS = 10
@@ -125,7 +125,7 @@ class Memory:
         return f"<Memory: {self._summary}>"
 
 
-def count_memory(plan: PlanTable) -> Memory:
+def count_memory_by_purpose(plan: PlanTable) -> Memory:
     """Return the bytes of a plan's variables per device by purpose, without variables that do not fit their layouts."""
     fitting = [a for a in plan.assignments if a.fits]
     weights = sum(a.device_bytes for a in fitting if a.variable.is_trained)
@@ -141,7 +141,7 @@ def _iterate_shardable_variables(
     plan: PlanTable, assignments: list[Assignment]
 ) -> Iterator[ShardableVariable]:
     """Yield each of these variables that is replicated and could be sharded over a mesh dim."""
-    suggestions = make_layout_suggestions(plan)
+    suggestions = make_layout_suggester(plan)
     for a in assignments:
         # A derived variable is sharded along with its parent, so it needs no row.
         if a.variable.is_derived or not a.layout.is_fully_replicated():

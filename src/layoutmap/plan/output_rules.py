@@ -31,7 +31,7 @@ NAMES_OF_BATCH = ("batch", "data", "dp", "fsdp")
 _PYTREE_FIX = "in the function that computes them: x = jax.lax.with_sharding_constraint(x, jax.P({}))"
 
 
-def make_example_rule_fix(
+def make_activation_rule_fix(
     ranks: OutputRanks | None, weights: Collection[str], mesh: Mesh, batch_dim: BatchDim | None
 ) -> str:
     """Return the fix to shard layer outputs by rows: a rule for the repeated blocks, or for a layer if there are none.

@@ -17,10 +17,10 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.uneven import (
     UnevenSetting,
-    add_sharding_dim,
     apply_uneven_policy,
     choose_uneven_policy,
     derive_layout_from_parent,
+    derive_layout_with_dim,
     keep_largest_dim_per_axis,
 )
 from layoutmap.core.unsupported import UnsupportedFeature
@@ -29,7 +29,7 @@ from layoutmap.plan.output_rules import OutputRanks
 from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.rule_problems import (
     MAX_COMPARISONS,
-    RuledPath,
+    PathRule,
     add_suggested_rules_to_fixes,
     add_typo_corrections_to_fixes,
     find_keras_output_rule_problems,
@@ -116,7 +116,7 @@ def make_plan_table(
         problems.append(make_zero_dim_note(assignments, zero_dim))
     if complete:
         paths = {
-            path: RuledPath(
+            path: PathRule(
                 a.match.rule if a.match else None,
                 v.rule_shape if v.is_packed else v.shape,
                 v.key not in builder.existing_layouts,
@@ -167,7 +167,7 @@ class _PlanBuilder:
         explain_why_padding_is_impossible: ExplainWhyPaddingIsImpossibleFn,
     ) -> None:
         self.has_keras_rules = any(is_keras_rule(rule.pattern) for rule in layout_map.rules)
-        self.variables = [_add_name_alias(v) for v in variables] if self.has_keras_rules else variables
+        self.variables = [_with_name_alias(v) for v in variables] if self.has_keras_rules else variables
         self.layout_map = layout_map
         self.mesh = mesh
         self.global_init = global_init
@@ -193,7 +193,7 @@ class _PlanBuilder:
         key = variable.key
         if key not in self._done:
             requested, match, uneven = self._find_requested_layout(variable)
-            requested, variable = _align_memory(requested, variable)
+            requested, variable = _unify_memory_kinds(requested, variable)
             shape = variable.shape
             is_uneven = requested.rank == len(shape) and bool(requested.find_uneven_axes(shape))
             # An existing array with uneven shards is padded already, so it needs neither a check nor a problem.
@@ -213,7 +213,7 @@ class _PlanBuilder:
             )
             if self.zero_dim is not None and is_sharded_by_zero_dim(variable):
                 assignment = replace(
-                    assignment, layout=add_sharding_dim(layout, variable.shape, self.zero_dim)
+                    assignment, layout=derive_layout_with_dim(layout, variable.shape, self.zero_dim)
                 )
             self._done[key] = assignment
             if match and match.rule:
@@ -333,7 +333,7 @@ class _PlanBuilder:
             self.beaten.setdefault(other.number, (rule, path))
 
 
-def _align_memory(layout: Layout, variable: VariableSpec) -> tuple[Layout, VariableSpec]:
+def _unify_memory_kinds(layout: Layout, variable: VariableSpec) -> tuple[Layout, VariableSpec]:
     """Return a layout and a variable with the same memory kind: the layout's if it names one, else the variable's."""
     if layout.memory is None and variable.memory:
         layout = layout.replace_memory(variable.memory)
@@ -347,7 +347,7 @@ def _derive_uneven_setting(setting: UnevenSetting) -> UnevenSetting:
     return _PAD_OR_SHRINK if choose_uneven_policy(setting, can_pad=True) == "pad" else "shrink"
 
 
-def _add_name_alias(variable: VariableSpec) -> VariableSpec:
+def _with_name_alias(variable: VariableSpec) -> VariableSpec:
     """Return the variable with its name in its library as an alias, so that `keras:` rules match it."""
     if not variable.name or variable.name in variable.aliases:
         return variable

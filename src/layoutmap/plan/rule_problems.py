@@ -13,7 +13,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.variables import Assignment
-from layoutmap.plan.lint import make_layout_suggestions
+from layoutmap.plan.lint import make_layout_suggester
 from layoutmap.plan.lint.changes import RuleChangeFormatter
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.slots import NO_RULES, SLOTS
@@ -31,7 +31,7 @@ _BONUS_WITHOUT_RULE = 0.1
 _CORRECTED_PATTERN = re.compile(r'(?:did you mean|to match anywhere in a path:) r"(.*)"')
 
 
-class RuledPath(NamedTuple):
+class PathRule(NamedTuple):
     """The rule of a path (None: no rule), its variable's shape if known, and whether a rule can change its layout."""
 
     rule: Rule | None
@@ -48,7 +48,7 @@ def find_unused_activation_rule_problems(rules: Rules, matches: Sequence[Match])
             num_wins[match.rule.number] += 1
             for other in match.others:
                 losses.setdefault(other.number, (match.rule, match.path))
-    paths = {match.path: RuledPath(match.rule) for match in matches}
+    paths = {match.path: PathRule(match.rule) for match in matches}
     yield from find_unused_rule_problems(rules, num_wins, losses, paths, "layer")
 
 
@@ -56,7 +56,7 @@ def find_unused_rule_problems(
     rules: Rules,
     num_wins: Mapping[int, int],
     losses: Mapping[int, tuple[Rule, str]],
-    paths: Mapping[str, RuledPath],
+    paths: Mapping[str, PathRule],
     owner_kind: str,
 ) -> Iterator[Problem]:
     """Yield a problem for each rule that determines no layout.
@@ -70,7 +70,7 @@ def find_unused_rule_problems(
     """
     candidates: dict[bool, tuple[int, NearMissSearch]] = {}
     idle = [rule for rule in rules.rules if not num_wins[rule.number]]
-    inside = _find_patterns_matching_inside(
+    inside = _find_patterns_matching_anywhere(
         {r.pattern for r in idle if r.number not in losses and not is_keras_rule(r.pattern)}, paths
     )
     for rule in idle:
@@ -95,7 +95,7 @@ def find_unused_rule_problems(
         if owner_kind == "variable" and SLOTS.match(rule.pattern):
             yield Problem("unused rule", "warning", rule.pattern, f"{name}: {NO_RULES[0]}", (), *NO_RULES[1:])
             continue
-        fitting, corrected = _find_correction(rule, candidate_paths, paths, num_wins)
+        fitting, corrected = _find_corrected_pattern(rule, candidate_paths, paths, num_wins)
         near = list(dict.fromkeys([*fitting, *candidate_paths.find_nearest_candidates(rule.pattern)]))[:3]
         winner = paths[near[0]].rule if near else None
         yield Problem(
@@ -118,22 +118,22 @@ def find_unused_rule_problems(
         )
 
 
-def _find_correction(
-    rule: Rule, candidates: NearMissSearch, paths: Mapping[str, RuledPath], num_wins: Mapping[int, int]
+def _find_corrected_pattern(
+    rule: Rule, candidates: NearMissSearch, paths: Mapping[str, PathRule], num_wins: Mapping[int, int]
 ) -> tuple[list[str], str]:
     """Return paths that a rule was probably meant for, nearest first, and a corrected pattern ("" if there is none).
 
     The corrected rule would determine a layout, and no other rule would become unused.
     """
 
-    def get_bonus(path: str) -> float | None:
+    def get_score_bonus(path: str) -> float | None:
         winner, shape, can_change = paths[path]
         fits = shape is None or len(shape) == rule.layout.rank or is_keras_rule(rule.pattern)
         if not fits or not can_change:
             return None
         return _BONUS_WITHOUT_RULE if winner is None else 0
 
-    near = candidates.find_nearest_candidates(rule.pattern, get_bonus=get_bonus)
+    near = candidates.find_nearest_candidates(rule.pattern, get_score_bonus=get_score_bonus)
     if not near:
         return [], ""
     nearest = near[0]
@@ -157,7 +157,7 @@ def _find_correction(
     return near, pattern
 
 
-def _find_patterns_matching_inside(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
+def _find_patterns_matching_anywhere(patterns: Iterable[str], paths: Iterable[str]) -> set[str]:
     """Return the patterns that match anywhere in one of the paths, not only from its start."""
     listed, found = list(patterns), set[str]()
     index = RuleIndex(map(re.compile, listed), matches_anywhere=True)
@@ -218,7 +218,7 @@ def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tup
         id(a): a if a.fits else replace(a, layout=Layout.replicated(plan.mesh, len(a.variable.shape)))
         for a in plan.assignments
     }
-    suggestions = make_layout_suggestions(replace(plan, assignments=tuple(replicated.values())))
+    suggestions = make_layout_suggester(replace(plan, assignments=tuple(replicated.values())))
     found: dict[tuple[str, str], Layout] = {}
     for a in members:
         new = replicated[id(a)]

@@ -45,7 +45,7 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
     dim = max(dims, key=lambda dim: (dim not in batch_dims, plan.mesh.dim_size(dim)))
     preset = presets.find_matching_preset([group[0].variable.path for group in _group_repeated_weights(plan)])
     return (preset and _adapt_preset_rules(plan, preset, dim, batch_dims)) or _make_rules_with_reasons(
-        _assign_suggested_layouts(plan, batch_dims), dim, batch_dims
+        _with_suggested_layouts(plan, batch_dims), dim, batch_dims
     )
 
 
@@ -91,7 +91,7 @@ def _adapt_preset_rules(plan: PlanTable, name: str, dim: str, batch_dims: tuple[
     return None
 
 
-def _assign_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
+def _with_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
     """Return a copy of the plan with the suggested layout of each weight.
 
     A suggestion depends on the other weights of the block, so only one weight of each block is changed at a time.
@@ -243,7 +243,7 @@ class _ReasonMaker:
             )
             split = (
                 "; fused: a split that crosses shards reshards them"
-                if id(w) in self._linted.fused_kernels
+                if id(w) in self._linted.kernels_after_fused
                 else ""
             )
             return f"column: outputs are sharded, {takers}{split}"

@@ -155,7 +155,7 @@ class PlanTable(Mapping[str, Assignment]):
             for a in self.assignments
             for path in (a.variable.path, *a.variable.aliases)
         }
-        return replace(self, cost=cost.mark_weight_collectives(frozenset(paths)))
+        return replace(self, cost=cost.with_weight_paths(frozenset(paths)))
 
     def set_limits(self, *, device_memory: int | None = None, strict: bool = False) -> Self:
         """Return a copy of the plan with limits for its `verdict`: device memory, and whether warnings count as errors.

@@ -61,10 +61,10 @@ def _make_axis_names_and_rules(layouts: Mapping[str, Layout]) -> tuple[dict[str,
     names = {
         path: tuple(name_of.get(dims) for dims in _list_axis_dims(layout)) for path, layout in layouts.items()
     }
-    return names, [(name, _convert_dims_for_rule(dims)) for dims, name in name_of.items()]
+    return names, [(name, _unwrap_single_dim(dims)) for dims, name in name_of.items()]
 
 
-def _convert_dims_for_rule(dims: Dims) -> str | Dims | None:
+def _unwrap_single_dim(dims: Dims) -> str | Dims | None:
     return (dims[0] if len(dims) == 1 else dims) if dims else None
 
 
@@ -115,7 +115,7 @@ def _make_ordered_rules(names: Mapping[str, Names], layouts: Mapping[str, Layout
     while free := [name for name in before if name not in ordered and before[name] <= {*ordered}]:
         ordered += free
     return [
-        (name, _convert_dims_for_rule(dims.get(name, ())))
+        (name, _unwrap_single_dim(dims.get(name, ())))
         for name in [*ordered, *(n for n in before if n not in ordered)]
     ]
 

@@ -68,10 +68,12 @@ def make_parallelize_code(plan: PlanTable) -> str:
     text = _START.format(mesh=mesh, shape=mesh.shape, names=tuple(mesh.dim_names))
     for dim in dict.fromkeys(each.dim for each in styled.values()):
         text += f'    parallelize_module(\n        model,\n        mesh["{dim}"],\n        {{\n'
-        calls = {path: _format_style(each) for path, each in styled.items() if each.dim == dim}
-        text += "".join(f"            {line},\n" for line in _format_entries(calls)) + "        },\n    )\n"
+        calls = {path: _format_parallel_style(each) for path, each in styled.items() if each.dim == dim}
+        text += (
+            "".join(f"            {line},\n" for line in _format_dict_entries(calls)) + "        },\n    )\n"
+        )
     if rest:
-        lines = "".join(f"        {line},\n" for line in _format_entries(rest))
+        lines = "".join(f"        {line},\n" for line in _format_dict_entries(rest))
         text += f"    for path, placements in {{\n{lines}    }}.items():\n"
         text += "        distribute(model.get_submodule(path), mesh, placements)\n"
     if shared:
@@ -82,7 +84,7 @@ def make_parallelize_code(plan: PlanTable) -> str:
     return text
 
 
-def _format_style(styled: StyledModule) -> str:
+def _format_parallel_style(styled: StyledModule) -> str:
     if styled.kind == "sequence":
         return f"SequenceParallel(sequence_dim={styled.output}, use_local_output=True)"
     options: list[str] = []
@@ -135,7 +137,7 @@ def _format_placements(path: str, layout: Layout) -> Iterator[str]:
     return (f"Shard({axis_of[dim]})" if dim in axis_of else "Replicate()" for dim in layout.mesh.dim_names)
 
 
-def _format_entries(values: Mapping[str, str]) -> Iterator[str]:
+def _format_dict_entries(values: Mapping[str, str]) -> Iterator[str]:
     """Yield the entries of a dict as Python source. Equal values at paths that differ in one number become a loop."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, value in values.items():

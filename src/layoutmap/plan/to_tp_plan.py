@@ -38,7 +38,7 @@ def make_tp_plan(plan: PlanTable) -> dict[str, str]:
     """
     modules = group_variables_by_module(plan, _CALL)
     styled = find_styled_modules(plan, modules, _CALL)
-    _check_all_styled(modules, styled)
+    _check_sharded_variables_have_styles(modules, styled)
     found: dict[str, str] = {}
     of_entry: dict[str, str] = {}
     for path in [*dict.fromkeys([*modules, *styled])]:
@@ -61,7 +61,9 @@ def _make_tp_plan_key(path: str) -> str:
     return re.sub(r"\.\d+(\.|$)", r".*\1", path)
 
 
-def _check_all_styled(modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]) -> None:
+def _check_sharded_variables_have_styles(
+    modules: Mapping[str, ModuleVariables], styled: Mapping[str, StyledModule]
+) -> None:
     """Raise if a sharded variable is in no module with a style, or if layouts are over several mesh dims."""
     dims: dict[str, tuple[str, Layout]] = {}
     for path, variables in modules.items():

@@ -127,11 +127,11 @@ def find_styled_modules(
         if styled is not None and not axes:
             found[path] = replace(styled, output=None)
         elif axes:
-            found[path] = _set_sharded_output_axis(path, styled, modules.get(path), axes, layout, caller)
+            found[path] = _with_sharded_output_axis(path, styled, modules.get(path), axes, layout, caller)
     return found
 
 
-def _set_sharded_output_axis(
+def _with_sharded_output_axis(
     path: str,
     styled: StyledModule | None,
     variables: ModuleVariables | None,

@@ -14,7 +14,7 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.core.uneven import format_uneven_setting, keep_largest_dim_per_axis
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, Kind, VariableSpec, has_several_models
-from layoutmap.plan.output_rules import OutputRanks, make_example_rule_fix
+from layoutmap.plan.output_rules import OutputRanks, make_activation_rule_fix
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.slots import find_slot_problems
 
@@ -229,7 +229,7 @@ def find_missing_activation_rule_problem(
         return None
     first = sharded[0]
     facts = (("layout", str(first.layout)), ("such weights", f"{len(sharded)}"))
-    fix = make_example_rule_fix(ranks, [a.variable.path for a in sharded], first.layout.mesh, batch_dim)
+    fix = make_activation_rule_fix(ranks, [a.variable.path for a in sharded], first.layout.mesh, batch_dim)
     if ranks is not None:
         return Problem(
             "no activations",

@@ -18,7 +18,7 @@ from layoutmap.core.match import Rule
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import make_path_regex, split_path_at_numbers
 from layoutmap.core.specs import BatchDim, format_batch_dim, list_batch_dims, replace_unsharded_by_none
-from layoutmap.core.steps import BatchArray
+from layoutmap.core.steps import BatchArraySpec
 from layoutmap.core.variables import Assignment
 from layoutmap.plan.lint import guess_batch_dim
 from layoutmap.plan.table import PlanTable
@@ -63,7 +63,7 @@ class PlanVariant:
     rules: RuleSet
     preset: PresetArguments | None = None
     machine_name: str = ""
-    inputs: tuple[BatchArray, ...] = ()
+    inputs: tuple[BatchArraySpec, ...] = ()
     has_input_names: bool = False
     batch_dim: BatchDim | None = None
     remat: str | None = None
@@ -85,21 +85,25 @@ class PlanVariant:
 
     # -- changed copies of the variant
 
-    def change_rules(
+    def with_changed_rules(
         self, rules: Mapping[str, Specs], activations: Mapping[str, Specs] | None = None
     ) -> PlanVariant:
         """Return this variant with new specs for some rules. Rules with new patterns are added at the end."""
-        return replace(self, rules=_copy_rules(self.rules, self.mesh, rules, activations or {}), preset=None)
+        return replace(
+            self, rules=_copy_rules_with_changes(self.rules, self.mesh, rules, activations or {}), preset=None
+        )
 
-    def double_devices(self, dim: str) -> PlanVariant:
+    def with_doubled_devices(self, dim: str) -> PlanVariant:
         """Return this variant with twice as many devices along a mesh dim."""
         mesh = Mesh(
             None, [replace(each, size=each.size * (1 + (each.name == dim))) for each in self.mesh.mesh_dims]
         )
         machine_name = re.sub(r":[0-9]+$", f":{mesh.size}", self.machine_name)
-        return replace(self, rules=_copy_rules(self.rules, mesh, {}, {}), machine_name=machine_name)
+        return replace(
+            self, rules=_copy_rules_with_changes(self.rules, mesh, {}, {}), machine_name=machine_name
+        )
 
-    def add_changes_between(self, before: PlanVariant, after: PlanVariant) -> PlanVariant:
+    def with_changes_between(self, before: PlanVariant, after: PlanVariant) -> PlanVariant:
         """Return this variant with the changes from `before` to `after`. Rules that it has changed itself stay."""
         names = ["fuse_attention", "remat", "batch_dim", "inputs"]
         names += ["rules", "preset", "block_names"] if self.rules == before.rules else []
@@ -107,7 +111,7 @@ class PlanVariant:
             self, **{n: getattr(after, n) for n in names if getattr(after, n) != getattr(before, n)}
         )
 
-    def halve_batch(self) -> PlanVariant | None:
+    def with_halved_batch(self) -> PlanVariant | None:
         """Return this variant with half the batch size, or None if the batch size is odd or unknown."""
         size = self.batch_size
         if size % 2:
@@ -117,7 +121,7 @@ class PlanVariant:
         ]
         return replace(self, inputs=tuple(inputs))
 
-    def shard_weights(self, dim: str, plan: PlanTable) -> PlanVariant | None:
+    def with_sharded_weights(self, dim: str, plan: PlanTable) -> PlanVariant | None:
         """Return this variant with weights also sharded over a mesh dim (FSDP), or None if no weight can be.
 
         Only weights in device memory with two axes or more are changed.
@@ -138,12 +142,12 @@ class PlanVariant:
             key.pattern if isinstance(key, Rule) else make_path_regex([a.variable.path for a in group]): specs
             for key, group in groups.items()
             if (
-                specs := _add_dim_to_specs(
+                specs := _make_specs_with_added_dim(
                     dim, key.layout if isinstance(key, Rule) else group[0].layout, group
                 )
             )
         }
-        return self.change_rules(changed) if changed else None
+        return self.with_changed_rules(changed) if changed else None
 
 
 def make_plan_variant(plan: PlanTable) -> PlanVariant:
@@ -177,7 +181,7 @@ def find_preset_containing_rules(rules: RuleSet) -> PresetArguments | None:
     return None
 
 
-def _add_dim_to_specs(dim: str, layout: Layout, group: Sequence[Assignment]) -> Specs | None:
+def _make_specs_with_added_dim(dim: str, layout: Layout, group: Sequence[Assignment]) -> Specs | None:
     """Return the specs of a rule with one more axis sharded over a mesh dim, or None if that is impossible.
 
     Of the axes that then split evenly, it is the largest unsharded one, or else the largest one.
@@ -189,11 +193,11 @@ def _add_dim_to_specs(dim: str, layout: Layout, group: Sequence[Assignment]) -> 
     for axis in sorted(range(layout.rank), key=lambda axis: (bool(dims[axis]), -shape[axis])):
         if all(a.variable.shape[axis] % (layout.num_shards(axis) * size) == 0 for a in group):
             dims[axis] = (*dims[axis], dim)
-            return _list_specs_with_none(Layout(dims, layout.mesh))
+            return _list_specs_with_none_for_unsharded(Layout(dims, layout.mesh))
     return None
 
 
-def _copy_rules(
+def _copy_rules_with_changes(
     before: RuleSet, mesh: Mesh, rules: Mapping[str, Specs], activations: Mapping[str, Specs]
 ) -> RuleSet:
     """Return a copy of a rule set for a mesh, with new specs for some patterns. New patterns are added at the end."""
@@ -203,7 +207,7 @@ def _copy_rules(
         (after.activations, before.activations, activations),
     ):
         for rule in old.rules:
-            specs = changed.get(rule.pattern, _list_specs_with_none(rule.layout))
+            specs = changed.get(rule.pattern, _list_specs_with_none_for_unsharded(rule.layout))
             new.add(rule.pattern, specs, uneven=rule.uneven, memory=rule.layout.memory)
         for pattern, specs in changed.items():
             if pattern not in old:
@@ -211,14 +215,14 @@ def _copy_rules(
     return after
 
 
-def _list_specs_with_none(layout: Layout) -> Specs:
+def _list_specs_with_none_for_unsharded(layout: Layout) -> Specs:
     return replace_unsharded_by_none(layout.sharding_specs)
 
 
 # -- text of a change
 
 
-class Difference(NamedTuple):
+class VariantDifference(NamedTuple):
     """A difference of two variants in words, in Python, as options, and for a rules file. Empty: impossible there."""
 
     what: str
@@ -238,14 +242,14 @@ def format_variant_change(before: PlanVariant, after: PlanVariant) -> tuple[str,
     return what, ", ".join(difference.python for difference in found), "\n".join(lines) if can else ""
 
 
-def _iterate_variant_differences(before: PlanVariant, after: PlanVariant) -> Iterator[Difference]:
+def _iterate_variant_differences(before: PlanVariant, after: PlanVariant) -> Iterator[VariantDifference]:
     """Yield each difference between two variants, with the text for it."""
     if after.fuse_attention and not before.fuse_attention:
         what = "have attention computed by one fused kernel (flash attention)"
-        yield Difference(what, "fuse_attention=True", "--fuse-attention")
+        yield VariantDifference(what, "fuse_attention=True", "--fuse-attention")
     if after.remat != before.remat:
         what = f"recompute the activations of {after.remat} in the backward pass"
-        yield Difference(what, f'remat="{after.remat}"', f"--remat {after.remat}")
+        yield VariantDifference(what, f'remat="{after.remat}"', f"--remat {after.remat}")
     dims = ",".join(map(str, after.mesh.mesh_dims))
     if after.mesh != before.mesh:
         machine_name = after.machine_name if after.machine_name != before.machine_name else ""
@@ -253,14 +257,16 @@ def _iterate_variant_differences(before: PlanVariant, after: PlanVariant) -> Ite
             f'mesh="{dims}"' + f', on="{machine_name}"' * bool(machine_name),
             f"--mesh {dims}" + f" --on {machine_name}" * bool(machine_name),
         )
-        yield Difference(f"use {after.mesh.size:,} devices", python, option)
+        yield VariantDifference(f"use {after.mesh.size:,} devices", python, option)
     if after.preset and after.preset != before.preset:
         name, model, fsdp = after.preset
         python = f"lm.LayoutMap.preset({name!r}, {dims!r}, model_dim={model!r}, fsdp_dim={fsdp!r})"
         more = f" --model-dim {model or 'none'}" * (model != "model")
         option = f"--preset {name}{more} --fsdp-dim {fsdp}"
-        yield Difference(
-            _format_weight_sharding([fsdp], before.guessed_batch_dim), python.replace("'", '"'), option
+        yield VariantDifference(
+            _describe_weight_sharding_change([fsdp], before.guessed_batch_dim),
+            python.replace("'", '"'),
+            option,
         )
     else:
         yield from _iterate_rule_differences(before, after)
@@ -269,7 +275,9 @@ def _iterate_variant_differences(before: PlanVariant, after: PlanVariant) -> Ite
         assert dim is not None, "no variant removes the batch dim"
         written = f'"{dim}"' if isinstance(dim, str) else str(dim)
         option = f"--batch-dim {','.join(list_batch_dims(dim))}"
-        yield Difference(f"shard the batch over {format_batch_dim(dim)}", f"batch_dim={written}", option)
+        yield VariantDifference(
+            f"shard the batch over {format_batch_dim(dim)}", f"batch_dim={written}", option
+        )
     if after.inputs != before.inputs:
         texts = [
             f"{x.name}=" * after.has_input_names + f"{x.dtype}[{','.join(map(str, x.shape))}]"
@@ -277,23 +285,23 @@ def _iterate_variant_differences(before: PlanVariant, after: PlanVariant) -> Ite
         ]
         batch = f"a batch of {after.batch_size:,}"
         option = " ".join(f'"{text}"' for text in texts)
-        yield Difference(f"take {batch}", f"inputs of {batch}", f"--inputs {option}")
+        yield VariantDifference(f"take {batch}", f"inputs of {batch}", f"--inputs {option}")
     if after.dtype != before.dtype:
         what, dtype = f"make weights and slots in {after.dtype}", after.dtype
-        yield Difference(what, f'dtype="{dtype}" where the model is made', f"--dtype {dtype}")
+        yield VariantDifference(what, f'dtype="{dtype}" where the model is made', f"--dtype {dtype}")
 
 
-def _iterate_rule_differences(before: PlanVariant, after: PlanVariant) -> Iterator[Difference]:
+def _iterate_rule_differences(before: PlanVariant, after: PlanVariant) -> Iterator[VariantDifference]:
     """Yield the differences between the rules, and between the activation rules, of two variants."""
     for name, old, new in (
         ("rules", before.rules, after.rules),
         ("activations", before.rules.activations, after.rules.activations),
     ):
-        there = {rule.pattern: _list_specs_with_none(rule.layout) for rule in old.rules}
+        there = {rule.pattern: _list_specs_with_none_for_unsharded(rule.layout) for rule in old.rules}
         changed = {
             r.pattern: specs
             for r in new.rules
-            if there.get(r.pattern) != (specs := _list_specs_with_none(r.layout))
+            if there.get(r.pattern) != (specs := _list_specs_with_none_for_unsharded(r.layout))
         }
         if not changed:
             continue
@@ -305,7 +313,7 @@ def _iterate_rule_differences(before: PlanVariant, after: PlanVariant) -> Iterat
                 for p, specs in changed.items()
                 for dim in {*_iterate_spec_dims(specs)} - {*_iterate_spec_dims(there.get(p, ()))}
             }
-            what = _format_weight_sharding(sorted(dims), before.guessed_batch_dim)
+            what = _describe_weight_sharding_change(sorted(dims), before.guessed_batch_dim)
         written = ", ".join(
             f'r"{escape_text(p)}": {_format_specs_as_python(specs)}' for p, specs in changed.items()
         )
@@ -314,12 +322,12 @@ def _iterate_rule_differences(before: PlanVariant, after: PlanVariant) -> Iterat
             for p, s in changed.items()
         ]
         # A preset has no file that the user could edit, so no lines for a rules file are given.
-        yield Difference(
+        yield VariantDifference(
             what, f"{name}={{{written}}}", "", "" if before.preset else "\n".join([f"{name}:", *lines])
         )
 
 
-def _format_weight_sharding(dims: Sequence[str | None], batch_dim: str | None) -> str:
+def _describe_weight_sharding_change(dims: Sequence[str | None], batch_dim: str | None) -> str:
     return f"shard weights over {', '.join(map(str, dims))} as well" + " (FSDP)" * (dims == [batch_dim])
 
 

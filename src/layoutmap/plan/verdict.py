@@ -16,7 +16,7 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.completeness import NOT_BUILT, find_unbuilt_layers_problem
-from layoutmap.plan.memory import count_memory
+from layoutmap.plan.memory import count_memory_by_purpose
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.variants import PlanVariant, call_or_none, format_variant_change, make_plan_variant
@@ -154,7 +154,7 @@ def format_memory_groups(groups: Sequence[MemoryGroup]) -> list[str]:
 
 def judge_plan(plan: PlanTable) -> Verdict:
     """Return the verdict on a plan: whether the model can be built, and whether it fits its devices, if known."""
-    memory, cost, missing = count_memory(plan), plan.cost, find_unbuilt_layers_problem(plan)
+    memory, cost, missing = count_memory_by_purpose(plan), plan.cost, find_unbuilt_layers_problem(plan)
     needed = cost.peak_bytes if cost else memory.total
     available_bytes = cost.memory_bytes if cost else plan.device_memory
     is_known = available_bytes is not None and (needed > available_bytes or not (plan.errors or missing))
@@ -219,12 +219,18 @@ def _iterate_variable_sizes(plan: PlanTable) -> Iterator[tuple[str, str, str, in
 
 def _choose_advice(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
     """Return the changes of the plan that save memory. Changes with which the model fits come first."""
-    tried = plan.cost.tried if plan.cost else _make_advice_without_cost(plan, needed_bytes, available_bytes)
+    tried = (
+        plan.cost.tried
+        if plan.cost
+        else _make_advice_for_plan_without_cost(plan, needed_bytes, available_bytes)
+    )
     helps = [each for each in tried if each.needed_bytes <= (1 - _MIN_SAVED_SHARE) * needed_bytes]
     return tuple(sorted(helps, key=lambda each: each.needed_bytes > available_bytes)[:_MAX_ADVICE])
 
 
-def _make_advice_without_cost(plan: PlanTable, needed_bytes: int, available_bytes: int) -> tuple[Advice, ...]:
+def _make_advice_for_plan_without_cost(
+    plan: PlanTable, needed_bytes: int, available_bytes: int
+) -> tuple[Advice, ...]:
     """Return advice for a plan without a step cost, by the bytes of variables and gradients in variants of the plan."""
     counts = _count_similar_variables(plan)
     before = make_plan_variant(plan)
@@ -245,12 +251,12 @@ def _make_advice_without_cost(plan: PlanTable, needed_bytes: int, available_byte
     sharded = [
         variant
         for dim in dims
-        if plan.mesh.dim_size(dim) > 1 and (variant := before.shard_weights(dim, plan))
+        if plan.mesh.dim_size(dim) > 1 and (variant := before.with_sharded_weights(dim, plan))
     ]
     narrow = [replace(before, dtype="bfloat16")] * any(map(_can_use_bfloat16, counts))
     found: list[tuple[int, PlanVariant]] = []
-    together = (variant.double_devices(dim) for variant in sharded for dim in dims)
-    for variants in (sharded, [before.double_devices(dim) for dim in dims], together, narrow):
+    together = (variant.with_doubled_devices(dim) for variant in sharded for dim in dims)
+    for variants in (sharded, [before.with_doubled_devices(dim) for dim in dims], together, narrow):
         if variants is together and any(n <= available_bytes for n, _ in found):
             continue
         # Variants that differ only in the mesh dim would be similar advice, so keep the one with the least memory.

@@ -60,7 +60,7 @@ def read_checkpoint_contents(source: Source, variables: Iterable[SavedVariable])
     """
     manifest: Manifest | None = getattr(source, "manifest", None)
     facts = (
-        _list_foreign_facts(source)
+        _make_foreign_checkpoint_facts(source)
         if manifest is None
         else _list_manifest_facts(manifest, getattr(source, "steps", ()))
     )
@@ -144,7 +144,7 @@ def _list_manifest_facts(manifest: Manifest, steps: Sequence[int]) -> dict[str, 
     return {name: str(value) for name, value in joined.items() if value}
 
 
-def _list_foreign_facts(source: Source) -> dict[str, str]:
+def _make_foreign_checkpoint_facts(source: Source) -> dict[str, str]:
     metadata = getattr(source, "metadata", None)
     return {"checksums": "none: a changed value is not found"} | (
         {"metadata": _shorten_metadata(metadata)} if metadata else {}

@@ -32,7 +32,7 @@ def explain_variable_layout(plan: PlanTable, path: str, other_plan: PlanTable | 
         for rows in (
             _iterate_variable_rows(assignment),
             _iterate_reason_rows(assignment),
-            _iterate_how_to_change_rows(assignment),
+            _iterate_change_instruction_rows(assignment),
         )
     )
     step = [(name, escape_text(text)) for name, text in iterate_collective_rows(plan, assignment)]
@@ -124,7 +124,7 @@ def _iterate_problem_rows(plan: PlanTable, assignment: Assignment) -> Iterator[t
             yield problem.severity, str(problem)
 
 
-def _iterate_how_to_change_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
+def _iterate_change_instruction_rows(assignment: Assignment) -> Iterator[tuple[str, str]]:
     match, variable = assignment.match, assignment.variable
     if match is None:
         if variable.kind is Kind.SLOT and variable.parent:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from layoutmap.checkpoint.lineage import SavedStep
+from layoutmap.checkpoint.lineage import StepLineage
 from layoutmap.core.errors import format_count
 from layoutmap.core.text_table import format_table
 
 
-def format_step_history(where: str, steps: Iterable[SavedStep]) -> str:
+def format_step_history(where: str, steps: Iterable[StepLineage]) -> str:
     """Return the steps of a directory as the text of a tree, with each step below its parent.
 
     The ancestors of the step that was saved last are not indented; other branches are.
@@ -20,8 +20,8 @@ def format_step_history(where: str, steps: Iterable[SavedStep]) -> str:
         steps: Its steps.
 
     Example:
-        >>> there = [SavedStep(n, lines={"a": n}, order=n) for n in (10, 20, 30)]
-        >>> print(format_step_history("runs/net", [*there, SavedStep(15, lines={"a": 10, "b": 15}, order=40)]))
+        >>> there = [StepLineage(n, lines={"a": n}, order=n) for n in (10, 20, 30)]
+        >>> print(format_step_history("runs/net", [*there, StepLineage(15, lines={"a": 10, "b": 15}, order=40)]))
         runs/net: 4 steps, the last save is step 15
         <BLANKLINE>
         step    saved  metrics
@@ -32,8 +32,8 @@ def format_step_history(where: str, steps: Iterable[SavedStep]) -> str:
         15
     """
     known = sorted(steps, key=lambda saved: saved.step)
-    children: dict[int | None, list[SavedStep]] = {}
-    for saved, parent in zip(known, _iterate_parent_steps(known), strict=True):
+    children: dict[int | None, list[StepLineage]] = {}
+    for saved, parent in zip(known, _iterate_nearest_existing_ancestors(known), strict=True):
         children.setdefault(parent, []).append(saved)
     rows = [
         (f"{mark}{saved.step}", saved.created.replace("+00:00", "Z"), _format_metrics(saved.metrics))
@@ -44,7 +44,7 @@ def format_step_history(where: str, steps: Iterable[SavedStep]) -> str:
     return "\n".join([head, "", *format_table(("step", "saved", "metrics"), rows)])
 
 
-def _iterate_parent_steps(steps: Sequence[SavedStep]) -> Iterator[int | None]:
+def _iterate_nearest_existing_ancestors(steps: Sequence[StepLineage]) -> Iterator[int | None]:
     """Yield for each step the number of its nearest ancestor that still exists, or None if no ancestor exists."""
     steps_by_branch: dict[str, list[int]] = {}
     for each in steps:
@@ -59,11 +59,11 @@ def _iterate_parent_steps(steps: Sequence[SavedStep]) -> Iterator[int | None]:
 
 
 def _iterate_tree_rows(
-    children: Mapping[int | None, Sequence[SavedStep]],
+    children: Mapping[int | None, Sequence[StepLineage]],
     latest_saves: Mapping[int, tuple[int, int]],
     parent: int | None,
     prefix: str,
-) -> Iterator[tuple[str, SavedStep]]:
+) -> Iterator[tuple[str, StepLineage]]:
     """Yield a pair for each descendant of a step, in the order of the rows: its indentation as text, and the step."""
     while siblings := sorted(children.get(parent, ()), key=lambda each: latest_saves[each.step]):
         *sides, main = siblings
@@ -75,7 +75,7 @@ def _iterate_tree_rows(
 
 
 def _find_latest_saves_of_subtrees(
-    children: Mapping[int | None, Sequence[SavedStep]],
+    children: Mapping[int | None, Sequence[StepLineage]],
 ) -> dict[int, tuple[int, int]]:
     """Return a dict from step to the last saved step among it and its descendants, as save order and number."""
     found: dict[int, tuple[int, int]] = {}

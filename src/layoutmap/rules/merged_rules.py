@@ -97,17 +97,17 @@ def _make_general_regex(paths: Sequence[str], unwanted: Sequence[str]) -> str:
         h\\.\\d+\\.w(1|3)$
     """
     choices, separators = _make_number_regexes(paths), split_path_at_numbers(paths[0])
-    regex = _replace_numbers(paths[0], choices)
+    regex = _replace_numbers_by_regexes(paths[0], choices)
     if not _has_no_match(regex, unwanted):
         return ""
 
-    def is_in_name(column: int) -> bool:
+    def is_number_in_name(column: int) -> bool:
         return not {separators[column][-1:], separators[column + 1][:1]} <= {"", "."}
 
     # The rule should also match further blocks, so write the numbers of blocks as `\d+` before digits in names.
-    for column in sorted(range(len(choices)), key=is_in_name):
+    for column in sorted(range(len(choices)), key=is_number_in_name):
         tried = [*choices[:column], r"\d+", *choices[column + 1 :]]
-        general = _replace_numbers(paths[0], tried)
+        general = _replace_numbers_by_regexes(paths[0], tried)
         if "|" in choices[column] and _has_no_match(general, unwanted):
             choices, regex = tried, general
     return regex
@@ -115,7 +115,7 @@ def _make_general_regex(paths: Sequence[str], unwanted: Sequence[str]) -> str:
 
 def make_exact_number_regex(paths: Sequence[str]) -> str:
     """Return a regex for paths that differ only in numbers. It matches only numbers that occur at the same position."""
-    return _replace_numbers(paths[0], _make_number_regexes(paths))
+    return _replace_numbers_by_regexes(paths[0], _make_number_regexes(paths))
 
 
 def _make_number_regexes(paths: Sequence[str]) -> list[str]:
@@ -124,7 +124,7 @@ def _make_number_regexes(paths: Sequence[str]) -> list[str]:
     return [_join_alternatives(list(dict.fromkeys(column))) for column in columns]
 
 
-def _replace_numbers(path: str, regexes: Iterable[str]) -> str:
+def _replace_numbers_by_regexes(path: str, regexes: Iterable[str]) -> str:
     """Return a regex for a path, with these regexes in place of its numbers."""
     numbers = iter(regexes)
     return _NUMBER.sub(lambda _: next(numbers), re.escape(path)) + "$"

@@ -44,12 +44,12 @@ class NearMissSearch:
         self._scores: dict[str, list[tuple[float, str]]] = {}
         self._alignments: dict[tuple[str, str], dict[int, int]] = {}
         for candidate in candidates:
-            form, numbers = _split_numbers(candidate)
+            form, numbers = _separate_words_and_numbers(candidate)
             forms = self._by_skeleton.setdefault(_make_skeleton(form), {})
             forms.setdefault(form, {})[candidate] = numbers
 
     def find_nearest_candidates(
-        self, text: str, count: int = 3, get_bonus: Callable[[str], float | None] = lambda candidate: 0
+        self, text: str, count: int = 3, get_score_bonus: Callable[[str], float | None] = lambda candidate: 0
     ) -> list[str]:
         """Return at most `count` candidates that are similar to a path or pattern, the most similar first.
 
@@ -59,18 +59,20 @@ class NearMissSearch:
         Args:
             text: The path or pattern.
             count: The maximum number.
-            get_bonus: Returns what to add to the similarity of a candidate, which is at most 1.1, or `None` to
+            get_score_bonus: Returns what to add to the similarity of a candidate, which is at most 1.1, or `None` to
                 leave it out.
         """
-        form, numbers = _split_numbers(text)
+        form, numbers = _separate_words_and_numbers(text)
         found: list[tuple[float, str]] = []
-        for score, skeleton in self._score_skeletons(_make_skeleton(form)):
+        for score, skeleton in self._find_similar_skeletons(_make_skeleton(form)):
             ranked: list[tuple[int, float, int, str]] = []
             for other, candidates in self._by_skeleton[skeleton].items():
                 pairs = self._align_numbers(form, other)
                 for candidate, values in candidates.items():
-                    if (bonus := get_bonus(candidate)) is not None:
-                        differences = sum(not _is_match(numbers[n], values[m]) for m, n in pairs.items())
+                    if (bonus := get_score_bonus(candidate)) is not None:
+                        differences = sum(
+                            not _are_matching_numbers(numbers[n], values[m]) for m, n in pairs.items()
+                        )
                         ranked.append((differences, -bonus, len(ranked), candidate))
             if ranked:
                 _, bonus, _, candidate = min(ranked)
@@ -85,8 +87,8 @@ class NearMissSearch:
         They differ from the nearest candidate only in numbers: where the pattern has a regex for a number, or no
         number. If a word of the pattern lacks a number, they also have the shape of the nearest candidate.
         """
-        form, numbers = _split_numbers(text)
-        other, own = _split_numbers(nearest)
+        form, numbers = _separate_words_and_numbers(text)
+        other, own = _separate_words_and_numbers(nearest)
         pairs = self._align_numbers(form, other)
         places = [match.start() for match in re.finditer(_NUMBER_SIGN, other)]
         regexes = [
@@ -98,14 +100,17 @@ class NearMissSearch:
             has_shape = get_shape(candidate) == get_shape(nearest)
             if all(
                 value == own[n]
-                or (regex is not None and (_is_match(regex, value) or not _is_match(regex, own[n])))
-                or (n not in pairs and (has_shape or _is_whole_part(other, places[n])))
+                or (
+                    regex is not None
+                    and (_are_matching_numbers(regex, value) or not _are_matching_numbers(regex, own[n]))
+                )
+                or (n not in pairs and (has_shape or _is_number_whole_part(other, places[n])))
                 for n, (regex, value) in enumerate(zip(regexes, values, strict=True))
             ):
                 found.append(candidate)
         return found
 
-    def _score_skeletons(self, wanted_skeleton: str) -> list[tuple[float, str]]:
+    def _find_similar_skeletons(self, wanted_skeleton: str) -> list[tuple[float, str]]:
         """Return the skeletons of candidates that are similar to a skeleton, each after its score."""
         if wanted_skeleton in self._scores:
             return self._scores[wanted_skeleton]
@@ -150,7 +155,7 @@ def _has_prefixes_in_order(words: Sequence[str], parts: Sequence[str]) -> bool:
     return any(words) and all(any(part.startswith(word) for part in rest) for word in words)
 
 
-def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
+def _separate_words_and_numbers(text: str) -> tuple[str, tuple[str, ...]]:
     """Return the words of a path or pattern with a sign for each number, and its numbers or their regexes."""
     text = text.replace(_NUMBER_SIGN, "")
     numbers = _NUMBER_REGEX.findall(text)
@@ -169,7 +174,7 @@ def _merge_dots(text: str) -> str:
     return re.sub(r"\.+", ".", text).strip(".")
 
 
-def _is_match(a: str, b: str) -> bool:
+def _are_matching_numbers(a: str, b: str) -> bool:
     """Return whether two numbers are equal, or one of them is a regex that matches the other."""
     try:
         return a == b or any(re.fullmatch(regex, number) for regex, number in ((a, b), (b, a)))
@@ -177,6 +182,6 @@ def _is_match(a: str, b: str) -> bool:
         return False
 
 
-def _is_whole_part(form: str, place: int) -> bool:
+def _is_number_whole_part(form: str, place: int) -> bool:
     """Return whether the number at this place of a path is a whole part of it, as in `blocks.0.kernel`."""
     return {form[:place][-1:], form[place + 1 :][:1]} <= {"", "."}

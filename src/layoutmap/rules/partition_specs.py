@@ -47,7 +47,7 @@ def _iterate_paths_and_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any
     children: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, Mapping):
         children = cast("Mapping[Any, Any]", tree).items()
-    elif _is_list_or_tuple(tree) and not all(map(_is_part_of_leaf, tree)):
+    elif _is_list_or_tuple(tree) and not all(map(_is_shape_or_spec_entry, tree)):
         children = enumerate(cast("list[Any]", tree))
     else:
         yield prefix.removesuffix("."), tree
@@ -55,7 +55,7 @@ def _iterate_paths_and_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any
         yield from _iterate_paths_and_leaves(child, f"{prefix}{key}.")
 
 
-def _is_part_of_leaf(value: Any) -> bool:
+def _is_shape_or_spec_entry(value: Any) -> bool:
     """Return whether a value can be a size in a shape or an entry in a spec, so that a list of these is a leaf."""
     if _is_list_or_tuple(value):
         return all(isinstance(dim, str) for dim in value)

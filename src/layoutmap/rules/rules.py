@@ -304,11 +304,11 @@ class Rules(MutableMapping[str, Layout]):
 
     def values(self) -> ValuesView[Layout]:
         """Return the current layouts in order."""
-        return self._table.list_layouts().values()
+        return self._table.get_layouts_by_pattern().values()
 
     def items(self) -> ItemsView[str, Layout]:
         """Return the current pairs of pattern and layout in order."""
-        return self._table.list_layouts().items()
+        return self._table.get_layouts_by_pattern().items()
 
     def pop(self, pattern: str, default: object = _NO_DEFAULT) -> Any:
         """Remove a rule and return its layout. If there is no such rule, return `default`.
@@ -362,7 +362,7 @@ class Rules(MutableMapping[str, Layout]):
             return (
                 self._rule_kind == other._rule_kind and self.mesh == other.mesh and self.rules == other.rules
             )
-        return self._table.list_layouts() == other if isinstance(other, Mapping) else NotImplemented
+        return self._table.get_layouts_by_pattern() == other if isinstance(other, Mapping) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -43,7 +43,7 @@ class RuleTable:
         self.index.append(entry.compiled)
         self.entries[entry.rule.pattern] = entry
 
-    def list_layouts(self) -> dict[str, Layout]:
+    def get_layouts_by_pattern(self) -> dict[str, Layout]:
         """Return a dict from pattern to layout, in the order of the rules."""
         return {rule.pattern: rule.layout for rule in self.in_order.copy()}
 

@@ -18,8 +18,8 @@ from layoutmap.adapters import (
 )
 from layoutmap.adapters.protocol import SavedOptimizer, StoredVariable
 from layoutmap.checkpoint.foreign import open_checkpoint_source
-from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
-from layoutmap.checkpoint.model_values import Extra, Missing, ModelValues, is_integer_state
+from layoutmap.checkpoint.foreign.keras_weights import KerasWeightsSource
+from layoutmap.checkpoint.model_values import Extra, Missing, SavedModelValues, is_integer_state
 from layoutmap.checkpoint.name_tables import read_name_table
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.renamed_source import RenamedSource
@@ -31,7 +31,7 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.agreement import make_process_facts
+from layoutmap.engines.agreement import map_process_names_to_texts
 from layoutmap.rules.rule_set import RuleSet
 from layoutmap.saving.load_states import choose_data_state, choose_random_states, restore_data_with_rollback
 from layoutmap.saving.model_source import read_model_name_table
@@ -136,14 +136,14 @@ def load(
             adapter.create_lazy_variables(found, (inputs,))
         mesh = find_model_mesh(adapter, found)
     processes = MeshProcesses(get_engine(adapter.engine_name), mesh)
-    source = _open_same_source(directory, step, processes)
+    source = _open_source_of_same_step(directory, step, processes)
     if isinstance(source, StepSource):
         source.verifies, source.cache_bytes = verify != "no", room_bytes
     table = None
     if names is not None:
         table = read_name_table(names) if found is None else read_model_name_table(names, found, adapter)
-    values = ModelValues(source, names=table, missing=missing, extra=extra, cast=cast)
-    if isinstance(source, KerasWeights) and table is None:
+    values = SavedModelValues(source, names=table, missing=missing, extra=extra, cast=cast)
+    if isinstance(source, KerasWeightsSource) and table is None:
         passed = {"optimizer": optimizer is not None, "data": data is not None, "cast": cast}
         passed |= {"missing": missing != "error", "extra": extra != "error"}
         _check_arguments_for_keras_file(source, [name for name, is_passed in passed.items() if is_passed])
@@ -177,7 +177,7 @@ def load(
         )
     values.stop_providing_values()
     if loading.unread and extra == "error":
-        again = ModelValues(source, names=table, missing=missing, cast=cast)
+        again = SavedModelValues(source, names=table, missing=missing, cast=cast)
         _warn_of_unread_slots(loading, again, loaded[0])
     return loaded if optimizer is not None else loaded[0]
 
@@ -214,7 +214,7 @@ def _check_arguments(
         )
 
 
-def _check_arguments_for_keras_file(source: KerasWeights, passed_names: Sequence[str]) -> None:
+def _check_arguments_for_keras_file(source: KerasWeightsSource, passed_names: Sequence[str]) -> None:
 
     if passed_names:
         raise CheckpointError(
@@ -224,7 +224,7 @@ def _check_arguments_for_keras_file(source: KerasWeights, passed_names: Sequence
         )
 
 
-def _load_keras_weights(model: object, source: KerasWeights) -> Any:
+def _load_keras_weights(model: object, source: KerasWeightsSource) -> Any:
     """Load a weight file of Keras by `load_weights`, because the file names weights by layer instead of by path."""
     load_weights = getattr(model, "load_weights", None)
     if load_weights is None:
@@ -237,7 +237,7 @@ def _load_keras_weights(model: object, source: KerasWeights) -> Any:
     return model
 
 
-def _open_same_source(
+def _open_source_of_same_step(
     directory: str | os.PathLike[str], step: int | None, processes: MeshProcesses
 ) -> Source:
     """Open the same step in all processes. Without `step`, it is the last step that process 0 finds."""
@@ -258,7 +258,7 @@ def _open_same_source(
     if differ:
         raise CheckpointError(
             f"{source.where}: the processes load different checkpoints",
-            facts=make_process_facts(differ),
+            facts=map_process_names_to_texts(differ),
             why="the ids of the checkpoints differ, so these are from different saves",
             fix="pass a directory that all processes share, or identical copies",
         )
@@ -286,7 +286,7 @@ class ModelLoader:
     def __init__(
         self,
         adapter: CheckpointAdapter,
-        values: ModelValues,
+        values: SavedModelValues,
         processes: MeshProcesses,
         progress: bool | None,
         override: Mapping[str, object] | None,
@@ -450,7 +450,7 @@ class ModelLoader:
 
 
 # A Keras model may be compiled after the load, so `compile` restores its optimizer's slots (decisions/0081).
-def _warn_of_unread_slots(loading: ModelLoader, values: ModelValues, model: object) -> None:
+def _warn_of_unread_slots(loading: ModelLoader, values: SavedModelValues, model: object) -> None:
     """Warn that saved optimizer slots were not read, and restore them once the model has an optimizer."""
     unread, where = tuple(loading.unread), values.source.where
 

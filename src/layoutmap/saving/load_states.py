@@ -7,7 +7,11 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from layoutmap.adapters import CheckpointAdapter
-from layoutmap.adapters.data_states import find_restore_method, make_state_restore_function, restore_state
+from layoutmap.adapters.data_states import (
+    find_state_restore_method,
+    make_state_restore_function,
+    restore_data_state,
+)
 from layoutmap.core.errors import CheckpointError, join_names
 from layoutmap.scope.process_group import MeshProcesses
 
@@ -43,7 +47,7 @@ def choose_data_state(
             )
             for key, each in iterators.items()
         }
-    find_restore_method(data)
+    find_state_restore_method(data)
     found = choose_process_state(states, process_index, num_processes)
     if found is None:
         raise CheckpointError(
@@ -113,7 +117,7 @@ def restore_data_with_rollback(
             adapter.restore_state_outside_variables(model, None, before)
         if data is not None:
             with _translate_restore_errors(where, "data"):
-                restore_state(data, state)
+                restore_data_state(data, state)
 
     try:
         processes.run_in_all_processes(restore_states)

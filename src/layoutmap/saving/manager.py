@@ -14,10 +14,15 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from layoutmap.checkpoint.lineage import SavedStep, StepHistory, make_step_lineage, read_lineage_from_facts
+from layoutmap.checkpoint.lineage import (
+    StepHistory,
+    StepLineage,
+    make_step_lineage,
+    parse_lineage_from_manifest_entries,
+)
 from layoutmap.checkpoint.reader import StepSource
 from layoutmap.checkpoint.remote import open_storage
-from layoutmap.checkpoint.retention import Retention, validate_metrics
+from layoutmap.checkpoint.retention import RetentionRules, validate_metrics
 from layoutmap.checkpoint.step_writer import CopyBuffers, StepWriter
 from layoutmap.core.errors import CheckpointError, LayoutMapWarning, join_names
 from layoutmap.core.users_line import find_user_stacklevel
@@ -93,7 +98,7 @@ class CheckpointManager:
         patience_seconds: float | None = None,
         preemption_seconds: float | None = None,
     ):
-        self._retention = Retention(
+        self._retention = RetentionRules(
             keep_last, best, best_mode, keep_best, every_steps, every_minutes, keep_every
         )
         self._directory = directory
@@ -104,8 +109,10 @@ class CheckpointManager:
         self._failures: list[BaseException] = []  # errors of background saves that no call has raised yet
         self._history = StepHistory(self._storage)
         self._last_seen_step: int | None = None
-        self._position: SavedStep | None = None  # the step that was last saved or loaded
-        self._before: SavedStep | None = None  # the value of `_position` to restore if the running save fails
+        self._position: StepLineage | None = None  # the step that was last saved or loaded
+        self._before: StepLineage | None = (
+            None  # the value of `_position` to restore if the running save fails
+        )
         self._is_deleted = False  # whether the step in `_position` was deleted, so that it may be saved again
         self._keeps_later = False  # whether steps after the loaded one stay as a separate branch (see `load`)
         self._damaged: set[int] = set()
@@ -126,7 +133,7 @@ class CheckpointManager:
         """Whether the scheduler is about to stop the machine, so that the program must end now."""
         return self._is_preempted
 
-    def history(self) -> list[SavedStep]:
+    def history(self) -> list[StepLineage]:
         """Wait for the save in flight. Return the last saved or loaded step and its existing ancestors, oldest first.
 
         Each has `step`, `parent`, `created`, and `metrics`. Before the first `load` or `save`, they are the branch of
@@ -187,7 +194,7 @@ class CheckpointManager:
             lambda token: self._check_later_steps_and_make_lineage(number, token),
             patience_seconds=self._patience_seconds,
         )
-        saved = read_lineage_from_facts(number, writer.step_facts)
+        saved = parse_lineage_from_manifest_entries(number, writer.step_manifest_entries)
         with writer:
             if self._waits_for_save or self._is_preempted:
                 self._write_step(writer, saved)
@@ -257,7 +264,7 @@ class CheckpointManager:
         loaded = load(model, self._directory, step=number, **options)
         assert number is not None
         self._group = find_model_processes(loaded if options.get("optimizer") is None else loaded[0])
-        self._position = self._history.read_lineages().get(number) or SavedStep(number, lines={"": number})
+        self._position = self._history.read_lineages().get(number) or StepLineage(number, lines={"": number})
         self._last_seen_step, self._keeps_later, self._is_deleted = number, later == "keep", False
         if later == "delete":
             later_steps = self._find_descendants(self._history.read_lineages().values())
@@ -323,7 +330,7 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._storage.where}: steps {self.steps}>"
 
-    def _check_later_steps_and_make_lineage(self, step: int, token: str) -> SavedStep:
+    def _check_later_steps_and_make_lineage(self, step: int, token: str) -> StepLineage:
         """Return a new step's lineage. Raise or warn if later steps exist. Delete a step with the same number."""
         position = self._position
         last = position or self._history.find_last_saved_step()
@@ -357,10 +364,10 @@ class CheckpointManager:
         # Delete a step with the same number on a different branch, because it would prevent the save.
         if (step in existing and position is not None) or step in self._damaged:
             self._storage.delete_step(step)
-            self._history.forget_step(step)
+            self._history.remove_cached_step(step)
         return make_step_lineage(step, token, last, existing.values())
 
-    def _find_steps_that_block_save(self, step: int, existing: Iterable[SavedStep]) -> list[int]:
+    def _find_steps_that_block_save(self, step: int, existing: Iterable[StepLineage]) -> list[int]:
         """Return the numbers of the steps that forbid saving a new step: later ones that were not kept on purpose."""
         position, left = self._position, self._find_descendants(existing)
         found = {n for n in self._history.damaged if n > step}
@@ -370,7 +377,7 @@ class CheckpointManager:
                 found.add(each.step)
         return sorted(found - self._damaged)
 
-    def _find_descendants(self, existing: Iterable[SavedStep]) -> list[SavedStep]:
+    def _find_descendants(self, existing: Iterable[StepLineage]) -> list[StepLineage]:
         """Return the existing steps that descend from the last saved or loaded step."""
         position = self._position
         return [each for each in existing if position and each.has_ancestor(position)]
@@ -388,7 +395,7 @@ class CheckpointManager:
         else:
             self._group.run_in_first_process(delete_folders)
         for step in steps:
-            self._history.forget_step(step)
+            self._history.remove_cached_step(step)
 
     def _is_save_due(self, model: object, step: int) -> bool:
         """Return whether a step is due or is the last one before preemption. The result is equal in all processes."""
@@ -407,7 +414,7 @@ class CheckpointManager:
             return bool(own[1] < self._preemption.total_seconds)
         return self._retention.is_save_due(step, self._last_seen_step, float(own[0]))
 
-    def _write_step(self, writer: StepWriter, saved: SavedStep) -> None:
+    def _write_step(self, writer: StepWriter, saved: StepLineage) -> None:
         """Write a step. In the first process, then delete the steps that the retention options do not keep."""
         with writer:
             writer.write_step()
@@ -416,9 +423,9 @@ class CheckpointManager:
             metrics = self._collect_metrics_by_step(saved)
             for old in metrics.keys() - self._retention.choose_kept_steps(metrics, saved.step):
                 self._storage.delete_step(old)
-                self._history.forget_step(old)
+                self._history.remove_cached_step(old)
 
-    def _collect_metrics_by_step(self, last: SavedStep | None) -> dict[int, Mapping[str, float]]:
+    def _collect_metrics_by_step(self, last: StepLineage | None) -> dict[int, Mapping[str, float]]:
         """Return a dict from step number to metrics for a step, its ancestors, and earlier damaged steps."""
         found = {each.step: each.metrics for each in self._history.list_step_and_ancestors(last)}
         found |= {n: {} for n in self._history.damaged if last is not None and n <= last.step}
@@ -465,7 +472,7 @@ class CheckpointManager:
         return None
 
 
-def _get_save_order(saved: SavedStep) -> tuple[int, int]:
+def _get_save_order(saved: StepLineage) -> tuple[int, int]:
     return saved.order, saved.step
 
 

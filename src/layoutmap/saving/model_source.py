@@ -11,7 +11,7 @@ import numpy as np
 
 from layoutmap.adapters import CheckpointAdapter, get_model_adapter, require_capability
 from layoutmap.checkpoint.name_tables import NameTable, make_name_table_of_model, read_name_table
-from layoutmap.checkpoint.renamed_source import rename_source
+from layoutmap.checkpoint.renamed_source import make_renamed_source
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
@@ -117,5 +117,5 @@ def rename_source_and_list_weights(
 ) -> tuple[Source, list[SavedVariable]]:
     """Return a pair: the renamed source, and the list of its variables that are weights or moving statistics."""
     if table is not None:
-        source = rename_source(source, table)
+        source = make_renamed_source(source, table)
     return source, [v for v in source.variables.values() if v.kind in (Kind.WEIGHT, Kind.STATE)]

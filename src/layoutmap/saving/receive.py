@@ -21,10 +21,10 @@ from layoutmap.adapters import (
     require_capability,
 )
 from layoutmap.checkpoint.export import MAX_FILE_BYTES
-from layoutmap.checkpoint.foreign.safetensors import Safetensors
+from layoutmap.checkpoint.foreign.safetensors import SafetensorsSource
 from layoutmap.checkpoint.foreign.safetensors_export import write_variables
-from layoutmap.checkpoint.links import StreamLink, open_link
-from layoutmap.checkpoint.model_values import ModelValues
+from layoutmap.checkpoint.links import StreamLink, open_stream_link
+from layoutmap.checkpoint.model_values import SavedModelValues
 from layoutmap.checkpoint.name_tables import NameTable
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.checkpoint.storage import LocalStorage
@@ -95,7 +95,7 @@ def receive(
         True
     """
     if find_model_adapter(model) is None and callable(model):
-        return _receive_into_function(model, open_link(source, timeout_seconds), library, spool)
+        return _receive_into_function(model, open_stream_link(source, timeout_seconds), library, spool)
     adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "receive")
     processes = MeshProcesses(get_engine(adapter.engine_name), find_model_mesh(adapter, model))
     table = read_model_name_table(names, model, adapter)
@@ -105,13 +105,13 @@ def receive(
         def receive_in_first_process() -> list[str]:
             if processes.process_index:
                 return []
-            link = open_link(source, timeout_seconds)
+            link = open_stream_link(source, timeout_seconds)
             stack.enter_context(_answer_sender_at_end(link))
             scratch = stack.enter_context(_open_temporary_folder(spool))
 
             def check_model_matches(begin: BeginRecord) -> None:
                 try:
-                    ModelValues(_ReceivedWeights(begin), names=table, cast=cast).check_variables_match(
+                    SavedModelValues(_ReceivedWeights(begin), names=table, cast=cast).check_variables_match(
                         variables, _KINDS
                     )
                 except CheckpointError as error:
@@ -129,7 +129,7 @@ def receive(
         received = processes.run_in_all_processes(
             lambda: _ReceivedWeights(_read_begin_record(scratch), folder), "receive"
         )
-        values = ModelValues(received, names=table, cast=cast)
+        values = SavedModelValues(received, names=table, cast=cast)
         only = None
         if received.unchanged:
             values.check_variables_match(variables, _KINDS)
@@ -163,7 +163,7 @@ class _ReceivedWeights(Source):
     def __init__(self, begin: BeginRecord, folder: Path | None = None):
         super().__init__("the received weights", {each.path: each for each in begin.list_variables()})
         self.unchanged = begin.unchanged
-        self._files: dict[str, Safetensors] = {}
+        self._files: dict[str, SafetensorsSource] = {}
         if folder is not None:
             self.add_files_in_folder(folder)
             sent = {v for v in begin.list_variables() if v.path not in begin.unchanged}
@@ -176,7 +176,7 @@ class _ReceivedWeights(Source):
 
     def add_files_in_folder(self, folder: Path) -> None:
         """Add the variables in the files of a folder."""
-        file = Safetensors(folder)
+        file = SafetensorsSource(folder)
         self._files |= dict.fromkeys(file.variables, file)
 
     def iterate_arrays(self) -> Iterator[tuple[str, NumpyArray]]:
@@ -224,7 +224,7 @@ def _read_begin_record(scratch: Path) -> BeginRecord:
 
 
 def _find_changed_variables(
-    values: ModelValues, variables: Iterable[VariableSpec], unchanged: Collection[str]
+    values: SavedModelValues, variables: Iterable[VariableSpec], unchanged: Collection[str]
 ) -> tuple[set[str], list[str]]:
     """Return a pair: the paths of changed variables, and the names of unchanged tensors that are parts of these."""
     changed: set[str] = set()

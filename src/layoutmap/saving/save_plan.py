@@ -14,14 +14,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 from layoutmap.adapters import CheckpointAdapter, get_model_adapter, require_capability
-from layoutmap.adapters.data_states import read_state
+from layoutmap.adapters.data_states import read_data_state
 from layoutmap.adapters.protocol import StoredVariable
-from layoutmap.checkpoint.lineage import SavedStep, StepHistory, convert_lineage_to_facts, make_step_lineage
+from layoutmap.checkpoint.lineage import (
+    StepHistory,
+    StepLineage,
+    convert_lineage_to_manifest_entries,
+    make_step_lineage,
+)
 from layoutmap.checkpoint.manifest import Manifest
 from layoutmap.checkpoint.remote import open_storage
 from layoutmap.checkpoint.source import SavedVariable
 from layoutmap.checkpoint.states import encode_state
-from layoutmap.checkpoint.step_writer import StepWriter, create_step_folder_if_space
+from layoutmap.checkpoint.step_writer import StepWriter, check_space_and_create_step_folder
 from layoutmap.checkpoint.storage import MAX_STEP, Storage, make_random_token
 from layoutmap.checkpoint.writer import WriteTask
 from layoutmap.core.arguments import as_int
@@ -65,7 +70,7 @@ class SavePlan:
 
     def begin_step(
         self,
-        choose_lineage: Callable[[str], SavedStep] | None = None,
+        choose_lineage: Callable[[str], StepLineage] | None = None,
         *,
         patience_seconds: float | None = None,
     ) -> StepWriter:
@@ -85,8 +90,8 @@ class SavePlan:
 
         def make_folder() -> list[str]:
             lineage = choose_lineage(own_token) if choose_lineage else self._make_next_lineage(own_token)
-            folder = create_step_folder_if_space(self.storage, step, own_token, self.total_bytes)
-            return [own_token, folder, json.dumps(convert_lineage_to_facts(lineage))]
+            folder = check_space_and_create_step_folder(self.storage, step, own_token, self.total_bytes)
+            return [own_token, folder, json.dumps(convert_lineage_to_manifest_entries(lineage))]
 
         try:
             token, folder, lineage = self.group.run_in_first_process(make_folder)
@@ -106,7 +111,7 @@ class SavePlan:
             self.storage.discard_step(step, own_token)
             raise
 
-    def _make_next_lineage(self, token: str) -> SavedStep:
+    def _make_next_lineage(self, token: str) -> StepLineage:
         """Return the lineage of a new step that continues the step that was saved last."""
         history, step = StepHistory(self.storage), self.manifest.step
         last = history.find_last_saved_step()
@@ -161,7 +166,7 @@ def plan_save(
             facts["metrics"] = encode_state(metrics, "metrics")
         settings = dict(adapter.read_state_outside_variables(model, optimizer))
         own = {"random": encode_state(settings.pop("random"), "random")}
-        own |= {} if data is None else {"data": encode_state(read_state(data), "data")}
+        own |= {} if data is None else {"data": encode_state(read_data_state(data), "data")}
         states = {"settings": encode_state({"library": adapter.name} | settings, "settings")}
         number = validate_step_number(step)
         return Manifest(number, facts, encode_state(metadata, "metadata"), states, (), variables, {}), own
@@ -175,12 +180,12 @@ def plan_save(
         unsharded = [each for each in stored if layouts[each.variable.path] is None]
         sums = ((each.variable.path, _compute_checksum(engine, each.array)) for each in unsharded)
         check_same_values(sums, group.gather_from_processes)
-    shards = _assign_shards(group, engine, stored, layouts, variables)
+    shards = _choose_shards_to_write(group, engine, stored, layouts, variables)
     total_bytes = sum(each.variable.global_bytes for each in stored)
     return SavePlan(storage, group, manifest, shards, own_states, total_bytes)
 
 
-def _assign_shards(
+def _choose_shards_to_write(
     group: MeshProcesses,
     engine: Engine,
     stored: Sequence[StoredVariable],
@@ -201,7 +206,7 @@ def _assign_shards(
             if writer == group.process_index:
                 own.append(index)
         if own:
-            todo.append(WriteTask(variable, own, _make_shard_reader(engine, each.array)))
+            todo.append(WriteTask(variable, own, _make_read_shard_function(engine, each.array)))
     return todo
 
 
@@ -237,7 +242,7 @@ def _make_saved_variable(variable: VariableSpec, layout: Layout | None) -> Saved
     )
 
 
-def _make_shard_reader(engine: Engine, array: object) -> Any:
+def _make_read_shard_function(engine: Engine, array: object) -> Any:
     return lambda: iter(engine.iterate_shards(array, copy=False))
 
 

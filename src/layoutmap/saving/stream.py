@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from layoutmap.checkpoint.foreign.safetensors_export import write_variables
-from layoutmap.checkpoint.links import open_link
+from layoutmap.checkpoint.links import open_stream_link
 from layoutmap.checkpoint.stream_records import BeginRecord, StreamedVariable
 from layoutmap.core.blocks import NumpyArray
 from layoutmap.core.errors import CheckpointError
@@ -135,7 +135,7 @@ class Stream:
             return
         named, variables = rename_source_and_list_weights(source, self._table)
         with release_other_processes_at_end(source):
-            link = open_link(sink, timeout_seconds)
+            link = open_stream_link(sink, timeout_seconds)
             since = self._since or {}
             digests = (
                 ()

@@ -20,7 +20,7 @@ from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import call_and_share_errors
 from layoutmap.engines.protocol import Array
 from layoutmap.saving.sync_checksums import find_variables_with_wrong_values
-from layoutmap.saving.sync_plan import SyncEndpoint, SyncMatching, SyncPlan
+from layoutmap.saving.sync_plan import SyncEndpoint, SyncMatcher, SyncPlan
 from layoutmap.saving.sync_versions import (
     choose_and_record_sync_version,
     find_trainer_identity,
@@ -241,7 +241,7 @@ def plan_sync(
     """
     ends = SyncEndpoint("trainer", trainer), SyncEndpoint("sampler", sampler)
     table = None if names is None else read_name_table(names)
-    matching = SyncMatching(*ends, table, [ignore] if isinstance(ignore, str) else ignore)
+    matching = SyncMatcher(*ends, table, [ignore] if isinstance(ignore, str) else ignore)
     matching.raise_problems()
     return Sync(*ends, matching.plan, matching.moves)
 
@@ -282,7 +282,7 @@ def _make_array_through_host(
 ) -> Array:
     """Return a new array of the sampler, made of the trainer's shards in the memory of this process."""
     dtype = get_numpy_dtype(variable.dtype, variable.path)
-    readers = [_make_block_reader(trainer, number, arrays) for number in move.sources]
+    readers = [_make_read_block_function(trainer, number, arrays) for number in move.sources]
 
     def read_block(index: Index) -> NumpyArray:
         if move.conversion is None:
@@ -298,7 +298,9 @@ def _make_array_through_host(
     return sampler.engine.create_from_shards(Assignment(variable, layout, is_padded=is_padded), read_block)
 
 
-def _make_block_reader(trainer: SyncEndpoint, source_index: int, arrays: Sequence[Array]) -> BlockReader:
+def _make_read_block_function(
+    trainer: SyncEndpoint, source_index: int, arrays: Sequence[Array]
+) -> BlockReader:
     """Return a function that reads any block of one of the trainer's arrays."""
     variable = trainer.stored[source_index].variable
     shards = [

@@ -14,7 +14,7 @@ from layoutmap.core.blocks import (
     Index,
     NumpyArray,
     compute_block_shape,
-    get_slice_ends,
+    get_starts_and_stops,
     intersect_blocks,
     make_relative_index,
 )
@@ -50,7 +50,7 @@ def find_variables_with_wrong_values(
     device_blocks = [sampler.find_device_blocks(targets[row.variable.path]) for row in rows]
     expected: list[BlockChecksums] = []
     for row, blocks in zip(rows, device_blocks, strict=True):
-        sums = dict.fromkeys(map(get_slice_ends, blocks.values()), 0)
+        sums = dict.fromkeys(map(get_starts_and_stops, blocks.values()), 0)
         sources = [(trainer.stored[numbers[path]], trainer_arrays[numbers[path]]) for path in row.sources]
         positions: dict[str, NumpyArray] = {}
         if row.conversion is not None:
@@ -67,7 +67,7 @@ def find_variables_with_wrong_values(
         for device, values in sampler.engine.iterate_device_values(array):
             index = blocks[device]
             begins = [part.start for part in index]
-            if compute_position_checksum(values, shape, begins) != sums[get_slice_ends(index)]:
+            if compute_position_checksum(values, shape, begins) != sums[get_starts_and_stops(index)]:
                 wrong.append(row.variable.path)
                 break
     return wrong
@@ -105,10 +105,10 @@ def _add_source_checksums(
     device_blocks = trainer.find_device_blocks(source)
     first: dict[Ends, str] = {}
     for device, index in device_blocks.items():
-        first.setdefault(get_slice_ends(index), device)
+        first.setdefault(get_starts_and_stops(index), device)
     for device, values in trainer.engine.iterate_device_values(array):
         index = device_blocks[device]
-        if first[get_slice_ends(index)] != device:
+        if first[get_starts_and_stops(index)] != device:
             continue
         values = values.astype(dtype, copy=False)
         for ends in sums:
@@ -120,12 +120,12 @@ def _add_source_checksums(
                     sums[ends] = (sums[ends] + compute_position_checksum(part, shape, begins)) % 2**64
             else:
                 where = positions[index]
-                chosen = _is_in_block(where, shape, block)
+                chosen = _make_block_mask(where, shape, block)
                 part = compute_position_checksum(values[chosen], shape, (0,), where[chosen])
                 sums[ends] = (sums[ends] + part) % 2**64
 
 
-def _is_in_block(positions: NumpyArray, shape: Sequence[int], block: Index) -> NumpyArray:
+def _make_block_mask(positions: NumpyArray, shape: Sequence[int], block: Index) -> NumpyArray:
     """Return a mask of the flat positions that are inside a block of an array."""
     if not compute_block_shape(block):
         return positions >= 0

@@ -235,7 +235,7 @@ class _TrainerVariableSource(Source):
         raise NotImplementedError
 
 
-class SyncMatching:
+class SyncMatcher:
     """Find the sources in the trainer of each variable of the sampler, and the bytes to send.
 
     Args:

@@ -38,7 +38,7 @@ def document_scope_options(function: F) -> F:
 
 def check_model_function(make_model: object, layout_map: object, caller: str) -> None:
     """Raise unless the two arguments of a call are a function that creates a model and a layout map."""
-    _check_not_swapped(make_model, layout_map, caller, "make_model")
+    _check_arguments_not_swapped(make_model, layout_map, caller, "make_model")
     check_layout_map(layout_map, caller)
     if find_model_adapter(make_model) is not None:
         raise ScopeError(
@@ -61,7 +61,7 @@ def check_apply_arguments(model: object, layout_map: object) -> None:
     Raises:
         ScopeError: The first argument is a function, the arguments are swapped, or there is no layout map.
     """
-    _check_not_swapped(model, layout_map, "apply", "model")
+    _check_arguments_not_swapped(model, layout_map, "apply", "model")
     check_layout_map(layout_map, "apply")
     if _is_function(model):
         raise ScopeError(
@@ -88,7 +88,7 @@ def _is_function(value: object) -> bool:
     return inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, functools.partial)
 
 
-def _check_not_swapped(model: object, layout_map: object, caller: str, model_argument: str) -> None:
+def _check_arguments_not_swapped(model: object, layout_map: object, caller: str, model_argument: str) -> None:
     """Raise if the model and the layout map of a call are swapped."""
     if isinstance(model, RuleSet) and not isinstance(layout_map, RuleSet):
         raise ScopeError(

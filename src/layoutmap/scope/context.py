@@ -33,7 +33,7 @@ from layoutmap.scope.progress import Progress
 
 if TYPE_CHECKING:
     # imported only for types, because it loads numpy
-    from layoutmap.checkpoint.model_values import ModelValues
+    from layoutmap.checkpoint.model_values import SavedModelValues
 
 
 class Scope:
@@ -73,7 +73,7 @@ class Scope:
         self._engine = engine
         self._warned: set[str] = set()
         self._has_stepped = False
-        self.values: ModelValues | None = None
+        self.values: SavedModelValues | None = None
         self.layers: Sequence[str] | Mapping[str, int | None] | None = None
         self.free_activations = False
         self.adapter = adapter
@@ -211,15 +211,15 @@ class Scope:
         refusals: dict[Layout | str, EngineError | None] = {}
         for path in (match.path for match in plan.activations):
             layout = self._find_output_layout(path)
-            if layout is not None and (error := _catch_engine_error(engine.check_layout, layout)) is not None:
+            if layout is not None and (error := _find_engine_error(engine.check_layout, layout)) is not None:
                 yield Problem("unsupported layout", *_make_problem_fields(path, error))
         several = has_several_models([a.variable for a in plan.assignments])
         for assignment in plan.assignments:
             layout, variable = assignment.layout, assignment.variable
             if layout not in refusals:
-                refusals[layout] = _catch_engine_error(engine.check_layout, layout)
+                refusals[layout] = _find_engine_error(engine.check_layout, layout)
             if variable.dtype not in refusals:
-                refusals[variable.dtype] = _catch_engine_error(engine.check_dtype, variable.dtype, "")
+                refusals[variable.dtype] = _find_engine_error(engine.check_dtype, variable.dtype, "")
             # A variable without its own rule has its parent's layout, so the parent's problem is enough.
             if assignment.match and (error := refusals[layout]) is not None:
                 yield Problem(
@@ -323,7 +323,7 @@ def _make_problem_fields(path: str, error: EngineError, model: str = "") -> tupl
     return "error", path, what, facts, error.why, error.fix, model
 
 
-def _catch_engine_error(check: Callable[..., None], *arguments: object) -> EngineError | None:
+def _find_engine_error(check: Callable[..., None], *arguments: object) -> EngineError | None:
     """Call an engine's check, and return the error that it raises, or `None`."""
     try:
         check(*arguments)

@@ -10,7 +10,7 @@ from layoutmap.core.arguments import as_int
 from layoutmap.core.errors import EngineError, MeshError, shorten_repr
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.mesh_devices import validate_device_names
-from layoutmap.core.mesh_dims import infer_unknown_size, parse_mesh_dims, replace_axis_types
+from layoutmap.core.mesh_dims import parse_mesh_dims, replace_axis_types, replace_unknown_size
 from layoutmap.engines import ENGINES, get_engine, list_installed_engines
 
 
@@ -60,7 +60,7 @@ def create_mesh(
     if names is None and device_type is None and engine is None and not open_size:
         return Mesh(None, dims, mesh_name)
     if names is not None:
-        mesh = Mesh(names, infer_unknown_size(dims, len(names)), mesh_name)
+        mesh = Mesh(names, replace_unknown_size(dims, len(names)), mesh_name)
         if device_type is not None and mesh.device_type not in (None, device_type.upper()):
             raise MeshError(
                 f"devices of type {mesh.device_type} contradict device_type={device_type!r}",
@@ -71,7 +71,7 @@ def create_mesh(
         return mesh if engine is None else get_engine(engine).bind_mesh(mesh)
     mesh_engine = get_engine(choose_engine_name() if engine is None else engine)
     available = mesh_engine.list_device_names(device_type)
-    mesh = Mesh(None, infer_unknown_size(dims, len(available)), mesh_name)
+    mesh = Mesh(None, replace_unknown_size(dims, len(available)), mesh_name)
     kind = available[0].partition(":")[0]
     # Name devices that do not exist, because the engine then raises an error that says how to get more.
     missing = [f"{kind}:{i}" for i in range(len(available), mesh.size)]

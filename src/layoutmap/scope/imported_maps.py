@@ -27,7 +27,7 @@ from layoutmap.scope.plan import make_plan
 from layoutmap.scope.scope import plan
 
 
-class ImportedMaps(RuleSet):
+class LayoutMapConstructors(RuleSet):
     """Constructors of `LayoutMap` from plans, models, and other libraries' rules."""
 
     @classmethod

@@ -15,14 +15,14 @@ from layoutmap.core.match import format_rule_layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.text_table import format_html_table
 from layoutmap.scope.context import Scope
-from layoutmap.scope.imported_maps import ImportedMaps
+from layoutmap.scope.imported_maps import LayoutMapConstructors
 from layoutmap.scope.optimizers import apply_optimizer, build_optimizer, plan_optimizer
 from layoutmap.scope.plan import Plan, make_plan
 from layoutmap.scope.scope import apply, build, scope
 
 
 # Rules must not import adapters, so the methods that need one are in this subclass (decisions/0038).
-class LayoutMap(ImportedMaps):
+class LayoutMap(LayoutMapConstructors):
     """Map regexes over variable paths to layouts.
 
     `layout_map[path]` and `layout_map.get(path)` look a path up: first an exact key, then `re.match` of each rule in

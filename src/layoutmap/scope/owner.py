@@ -58,7 +58,7 @@ def find_libraries_named_in_code(function: object) -> set[str]:
 
     The code of functions that it names is searched, too. A class belongs to the libraries of its base classes.
     """
-    return set[str]().union(*map(_find_libraries, _list_all_referenced_objects(function)))
+    return set[str]().union(*map(_find_defining_libraries, _list_all_referenced_objects(function)))
 
 
 def choose_library_to_import(function: object) -> str | None:
@@ -67,7 +67,7 @@ def choose_library_to_import(function: object) -> str | None:
     It is one that the code names. Packages built on another library name none: most are built on torch, so try it.
     """
     referenced = _list_all_referenced_objects(function)
-    named = set[str]().union(*map(_find_libraries, referenced))
+    named = set[str]().union(*map(_find_defining_libraries, referenced))
     if not named and len(referenced) > 1:
         named = {"torch"}
     return next((name for name in ADAPTERS if name in named and importlib.util.find_spec(name)), None)
@@ -85,12 +85,12 @@ def _list_all_referenced_objects(function: object) -> list[object]:
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, FunctionType) and not _find_libraries(value):
+        if isinstance(value, FunctionType) and not _find_defining_libraries(value):
             queue += _list_referenced_objects(value)
     return list(seen.values())
 
 
-def _find_libraries(value: Any) -> set[str]:
+def _find_defining_libraries(value: Any) -> set[str]:
     """Return the model libraries that define a value. A class also belongs to the libraries of its base classes."""
     if isinstance(value, ModuleType):
         modules = [value.__name__]
@@ -119,7 +119,9 @@ def _list_referenced_objects(function: FunctionType) -> list[object]:
         closure = [cell.cell_contents for cell in function.__closure__ or ()]
         scope = {**function.__globals__, **dict(zip(function.__code__.co_freevars, closure, strict=True))}
         values = [scope[name] for name in (*names, *function.__code__.co_freevars) if name in scope]
-        modules = [value for value in values if isinstance(value, ModuleType) and not _find_libraries(value)]
+        modules = [
+            value for value in values if isinstance(value, ModuleType) and not _find_defining_libraries(value)
+        ]
         return [*values, *imported, *_list_attributes(modules, names)]
     return list(imported)
 

@@ -13,7 +13,7 @@ from layoutmap.core.specs import BatchDim
 from layoutmap.plan.diff import PlanDiff, diff_plans
 from layoutmap.plan.keras_names import collect_layouts_by_keras_name
 from layoutmap.plan.lint import Findings, lint_plan
-from layoutmap.plan.memory import Memory, count_memory
+from layoutmap.plan.memory import Memory, count_memory_by_purpose
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import Verdict, judge_plan
@@ -82,7 +82,7 @@ class Plan(PlanTable):
             -----------  -------  -----------------
             head.kernel  1.5 MiB  axis 1 over model
         """
-        return count_memory(self)
+        return count_memory_by_purpose(self)
 
     @property
     def verdict(self) -> Verdict:
@@ -276,8 +276,8 @@ class Plan(PlanTable):
                 for the output of a module without a style, or slots with another layout than their weight.
 
         Example:
-            >>> from layoutmap.core.variables import AxesUse, VariableSpec
-            >>> up = VariableSpec("up.weight", (64, 16), "float32", use=AxesUse(("out.0", "in.0")))
+            >>> from layoutmap.core.variables import AxisRoles, VariableSpec
+            >>> up = VariableSpec("up.weight", (64, 16), "float32", use=AxisRoles(("out.0", "in.0")))
             >>> plan = make_plan([up], lm.LayoutMap(lm.Mesh(None, "data=2,model=4"), {"up": ("model", None)}))
             >>> "ColwiseParallel(output_layouts=Replicate())" in plan.to_parallelize_plan()
             True
@@ -297,9 +297,9 @@ class Plan(PlanTable):
                 modules that share one entry, which differ only in a number, have different layouts.
 
         Example:
-            >>> from layoutmap.core.variables import AxesUse, VariableSpec
+            >>> from layoutmap.core.variables import AxisRoles, VariableSpec
             >>> shapes = {"layers.0.up.weight": (64, 16), "layers.0.down.weight": (16, 64)}
-            >>> linear = AxesUse(("out.0", "in.0"))
+            >>> linear = AxisRoles(("out.0", "in.0"))
             >>> variables = [VariableSpec(path, shape, "float32", use=linear) for path, shape in shapes.items()]
             >>> rules = {r".*up\\.weight": ("model", None), r".*down\\.weight": (None, "model")}
             >>> make_plan(variables, lm.LayoutMap(lm.Mesh(None, "model=4"), rules)).to_tp_plan()

@@ -20,11 +20,11 @@ from layoutmap.engines.agreement import (
     Result,
     call_and_share_errors,
     check_same_texts,
-    compare_texts,
-    find_first_difference,
+    find_first_text_difference,
     format_text_difference,
     gather_texts,
-    make_process_facts,
+    gather_unequal_texts_and_checksums,
+    map_process_names_to_texts,
 )
 from layoutmap.plan.diff import diff_plans
 from layoutmap.plan.json import compute_fingerprint, plan_from_json, plan_to_json
@@ -76,7 +76,11 @@ class MeshProcesses:
 
     def gather_texts_if_different(self, text: str) -> Sequence[str]:
         """Return the texts of all processes if they differ, else an empty sequence. All processes must call this."""
-        return compare_texts(text, self.gather_from_processes)[0] if self.has_other_processes else []
+        return (
+            gather_unequal_texts_and_checksums(text, self.gather_from_processes)[0]
+            if self.has_other_processes
+            else []
+        )
 
     def run_in_all_processes(self, function: Callable[[], Result], verb: str = "load") -> Result:
         """Call a function in each process, and return its result here. If it raises in one process, raise in all."""
@@ -92,11 +96,11 @@ class MeshProcesses:
 
 def check_same_options(options: str, gather: Gather) -> None:
     """Raise a `ScopeError` in all processes if their options for a scope, or the errors in these options, differ."""
-    texts, _ = compare_texts(options, gather)
+    texts, _ = gather_unequal_texts_and_checksums(options, gather)
     if texts:
         raise ScopeError(
             "the processes open this scope with different options",
-            facts=make_process_facts(texts),
+            facts=map_process_names_to_texts(texts),
             why="the options decide what each process computes, and all must compute parts of the same "
             "program",
             fix="pass the same options in all processes",
@@ -124,7 +128,7 @@ def check_same_plans(
         ("problems", refusal),
         ("rules", rules),
     ]
-    found = find_first_difference(own_parts, gather)
+    found = find_first_text_difference(own_parts, gather)
     if found is None:
         return
     name, texts = found
@@ -135,7 +139,7 @@ def check_same_plans(
     if name == "problems":
         raise PlanError(
             "the processes find different problems in the same plan",
-            facts=make_process_facts([text or "no problem" for text in refusals]),
+            facts=map_process_names_to_texts([text or "no problem" for text in refusals]),
             why="their rules or models differ, although all variables have the same layouts",
             fix="use the same layout map and model in all processes",
         )
@@ -174,10 +178,10 @@ def check_same_save_arguments(named_texts: Iterable[tuple[str, str]], gather: Ga
         named_texts: The arguments and variables of the save in order, each as a name or path and a text to compare.
         gather: Returns the numpy values of all processes, stacked.
     """
-    if (found := find_first_difference(named_texts, gather)) is not None:
+    if (found := find_first_text_difference(named_texts, gather)) is not None:
         raise CheckpointError(
             f"{found[0]}: the processes save with different arguments",
-            facts=make_process_facts(found[1]),
+            facts=map_process_names_to_texts(found[1]),
             why="each process writes its shards of one step",
             fix="pass the same directory, step, metadata, model and optimizer in all processes",
         )

@@ -43,7 +43,7 @@ from layoutmap.scope.owner import check_model_library, retry_with_model_library
 from layoutmap.scope.plan import Plan, make_plan
 
 if TYPE_CHECKING:
-    from layoutmap.checkpoint.model_values import ModelValues
+    from layoutmap.checkpoint.model_values import SavedModelValues
 
 
 @document_scope_options
@@ -118,7 +118,7 @@ def build(
     *,
     inputs: Any = None,
     library: str | None = None,
-    values: ModelValues | None = None,
+    values: SavedModelValues | None = None,
     **options: Unpack[OptionsByName],
 ) -> Any:
     """Build one model in a scope.
@@ -271,7 +271,9 @@ def plan(
     if request is not None and not final.errors:
         with adapter.preserve_random_states():
             request = replace(request, device_memory=device_memory, advises=advise)
-            return load_cost_package().add_step_cost(final, context, model, inputs, optimizer, request)
+            return load_cost_package().make_plan_with_step_cost(
+                final, context, model, inputs, optimizer, request
+            )
     return final.set_limits(device_memory=device_memory)
 
 

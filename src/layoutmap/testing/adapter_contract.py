@@ -165,7 +165,7 @@ class AdapterContract(OldMethodNames):
                 assert expected == variable.layout, path
             self.assert_shard_shape(path, variable)
 
-    def test_a_plan_changes_no_number(self):
+    def test_a_plan_does_not_change_later_builds(self):
         """A plan does not change the values of a model that is built later."""
         name, make_model = self.get_first_model()
         expected = self.read_unsharded(name)
@@ -195,7 +195,7 @@ class AdapterContract(OldMethodNames):
             if layout_map[path] is not None:
                 assert layout_map[path] == variable.layout
 
-    def test_a_model_that_existed_is_refused(self):
+    def test_an_existing_model_is_refused(self):
         """`plan`, `build`, and `check_parity` refuse an existing model, name `apply`, and change nothing."""
         name, make_model = self.get_first_model()
         training = self.require(TrainingAdapter)
@@ -218,7 +218,7 @@ class AdapterContract(OldMethodNames):
         training.create_lazy_variables(model, self.batch(name))
         assert np.isfinite([*training.train_step(model, self.batch(name)).values()]).all()
 
-    def test_it_trains_like_one_device(self, name: str):
+    def test_training_matches_the_unsharded_model(self, name: str):
         """Forward pass, gradients, and optimizer steps agree with the unsharded model."""
         self.require(TrainingAdapter)
         make_model = self.models()[name]
@@ -293,7 +293,7 @@ class AdapterContract(OldMethodNames):
             assert np.array_equal(new, self.adapter.read(variable)), (name, path)
             self.assert_shard_shape(path, variable)
 
-    def test_a_plan_has_no_values(self):
+    def test_reading_a_planned_model_raises(self):
         """Reading a model that was only planned raises an error with the variable's path."""
         name, make_model = self.get_first_model()
         created: list[Any] = []
@@ -341,7 +341,7 @@ class ScopeContract(AdapterContract):
         """Return the current value of each attribute of the library that a scope replaces."""
         raise NotImplementedError
 
-    def test_nothing_stays_hooked(self):
+    def test_the_library_is_unchanged_after_a_scope(self):
         """The model library is unchanged after a scope, an exception in a scope, and nested scopes."""
         name, make_model = self.get_first_model()
         before = self.snapshot_hooks()
@@ -374,7 +374,7 @@ class ScopeContract(AdapterContract):
 
         assert not any(hasattr(v, "layout") for v in self.adapter.variables(models[0]).values())
 
-    def test_the_inner_of_two_scopes_counts(self):
+    def test_the_inner_of_two_scopes_gives_the_layouts(self):
         """A model in two scopes has the layouts of the inner scope."""
         name, make_model = self.get_first_model()
         outer = lm.LayoutMap(lm.create_mesh("batch=2,model=4"))

@@ -22,7 +22,7 @@ import ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
 
 import layoutmap as lm
-from layoutmap.core.blocks import get_slice_ends
+from layoutmap.core.blocks import get_starts_and_stops
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
@@ -35,11 +35,11 @@ first, second = (lm.Layout(specs, mesh) for specs in {specs!r})
 
 def check(array, layout):
     assert engine.get_layout(array) == layout, (engine.get_layout(array), layout)
-    shards = {{get_slice_ends(index): shard for index, shard in engine.iterate_shards(array)}}
+    shards = {{get_starts_and_stops(index): shard for index, shard in engine.iterate_shards(array)}}
     expected = [layout.shard_slices(values.shape, device) for device in engine.bind_mesh(mesh).local_device_ids]
-    assert set(shards) == set(map(get_slice_ends, expected)), (set(shards), expected)
+    assert set(shards) == set(map(get_starts_and_stops, expected)), (set(shards), expected)
     for index in expected:
-        assert np.array_equal(shards[get_slice_ends(index)], values[index]), index
+        assert np.array_equal(shards[get_starts_and_stops(index)], values[index]), index
     assert np.array_equal(engine.to_numpy(array), values)
 
 

@@ -57,7 +57,7 @@ def get_device_memory_bytes() -> int | None:
     return _get_memory_stats().get("bytes_limit")
 
 
-def make_peak_bytes_reader() -> Callable[[], int | None]:
+def make_peak_bytes_function() -> Callable[[], int | None]:
     """Return a function that returns the most bytes in use since this call.
 
     It returns `None` if devices report no memory, as CPUs do, or if an earlier peak was higher, since JAX cannot reset

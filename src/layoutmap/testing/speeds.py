@@ -70,10 +70,10 @@ def _measure_step(engine: str, dims: str) -> Iterator[dict[str, Any]]:
     adapter = require_capability(get_adapter(engine), TrainingAdapter, "a step")
     width, size = 2**7 if mesh.device_type == "CPU" else 2**12, mesh.size
     stack = LayerStack(engine, dims, -(-width // size) * size)
-    batch, read_peak_bytes = stack.batch, speeds.make_peak_bytes_reader()
+    batch, read_peak_bytes = stack.batch, speeds.make_peak_bytes_function()
     adapter.set_seed(0)
     model = stack.build_model()
-    created_bytes, read_peak_bytes = read_peak_bytes(), speeds.make_peak_bytes_reader()
+    created_bytes, read_peak_bytes = read_peak_bytes(), speeds.make_peak_bytes_function()
     seconds = _measure_seconds(lambda: adapter.train_step(model, batch), speeds.wait_for_result, rounds=2)
     yield {
         "mesh": dims,

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from layoutmap.engines.launchers import detect_launcher
 
 
-def _make_quick_xla_flags() -> str:
+def _make_quick_compilation_flags() -> str:
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     flags += " --xla_cpu_parallel_codegen_split_count=1"
     with suppress(PackageNotFoundError):
@@ -21,7 +21,7 @@ def _make_quick_xla_flags() -> str:
     return flags
 
 
-QUICK_XLA = _make_quick_xla_flags()
+QUICK_XLA = _make_quick_compilation_flags()
 """XLA flags that cut the compile time to a fifth, for programs that run once.
 
 They cause faults of their own, such as 0 / 0 in the gradient of some maxima, also on one device. So a law that does

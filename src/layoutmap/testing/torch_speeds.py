@@ -30,7 +30,7 @@ def make_collective_function(
     number = mesh.dim_names.index(dim)
     before[number], after[number] = _PLACEMENTS[kind]
     rows = num_bytes // 4 // size**2 // (size if kind == "all_gather" else 1)
-    with simulation.simulate_mesh(native):
+    with simulation.simulate_ranks_of_mesh(native):
         ranks = simulation.filter_local_ranks(simulation.list_ranks(native))
         pieces = {rank: torch.ones(rows * size, size, device=get_local_device(native)) for rank in ranks}
         tensor = DTensor.from_local(
@@ -38,7 +38,7 @@ def make_collective_function(
         )
 
     def run_collective() -> object:
-        with simulation.simulate_mesh(native), torch.no_grad():
+        with simulation.simulate_ranks_of_mesh(native), torch.no_grad():
             return tensor.redistribute(native, after)
 
     return run_collective
@@ -63,7 +63,7 @@ def get_device_memory_bytes() -> int | None:
     )  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def make_peak_bytes_reader() -> Callable[[], int | None]:
+def make_peak_bytes_function() -> Callable[[], int | None]:
     """Return a function that returns the most bytes in use since this call, or None on CPUs."""
     if _get_device().type == "cpu":
         return lambda: None

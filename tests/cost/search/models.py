@@ -1,6 +1,6 @@
 """A model as a search knows it, and what its steps cost by a formula."""
 
-from layoutmap.core.variables import AxesUse, VariableSpec
+from layoutmap.core.variables import AxisRoles, VariableSpec
 from layoutmap.cost.search.loop import MapCost
 from layoutmap.cost.search.space import SearchedModel, find_block_stacks
 from layoutmap.plan.planner import make_plan_table
@@ -15,11 +15,11 @@ _KERNELS = {
 
 def variables(num_blocks=2):
     """The variables of a small transformer."""
-    found = [VariableSpec("embedding.table", (512, 64), "float32", use=AxesUse(("rows", "out.0")))]
+    found = [VariableSpec("embedding.table", (512, 64), "float32", use=AxisRoles(("rows", "out.0")))]
     for n in range(num_blocks):
         for name, (shape, roles) in _KERNELS.items():
-            found.append(VariableSpec(f"blocks.{n}.{name}", shape, "float32", use=AxesUse(roles)))
-        found.append(VariableSpec(f"blocks.{n}.mlp.up.bias", (256,), "float32", use=AxesUse(("out.0",))))
+            found.append(VariableSpec(f"blocks.{n}.{name}", shape, "float32", use=AxisRoles(roles)))
+        found.append(VariableSpec(f"blocks.{n}.mlp.up.bias", (256,), "float32", use=AxisRoles(("out.0",))))
         found.append(VariableSpec(f"blocks.{n}.norm.scale", (64,), "float32"))
     return found
 

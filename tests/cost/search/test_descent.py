@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layoutmap.cost.search.descent import BudgetSpent, find_minimum
+from layoutmap.cost.search.descent import BudgetSpentError, find_minimum
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
@@ -94,5 +94,5 @@ def test_is_deterministic_and_asks_no_more_than_it_may(space, max_evaluations, s
 
 def test_nothing_may_be_asked():
     """Where no point may be asked for, there is none to return."""
-    with pytest.raises(BudgetSpent):
+    with pytest.raises(BudgetSpentError):
         find_minimum((2,), lambda point: (0,), [(0,)], max_evaluations=0)

@@ -9,7 +9,7 @@ import pytest
 from layoutmap.core.errors import LayoutMapError, LayoutMapWarning, PlanError
 from layoutmap.cost.search.built_in_maps import iterate_built_in_maps, make_built_in_map
 from layoutmap.cost.search.loop import Candidate, MapCost, SearchOutcome, choose_best_candidate, search_maps
-from layoutmap.cost.search.options import get_specs, list_search_meshes
+from layoutmap.cost.search.options import list_search_meshes, list_specs_with_none
 from layoutmap.cost.search.result_table import compare_with_best_built_in_map, explain_recomputation
 from layoutmap.cost.search.search_cache import SearchCache
 from layoutmap.cost.search.space import LayoutSpace
@@ -106,11 +106,11 @@ def test_the_written_rules_give_the_layouts_that_were_chosen():
         for tied in (True, False):
             space = LayoutSpace(of, grid, tie_similar=tied)
             for point in itertools.islice(itertools.product(*map(range, space.num_choices)), 0, None, 2003):
-                layouts, _ = space.get_layouts(point)
+                layouts, _ = space.get_layouts_of_point(point)
                 table = make_plan_table(
                     of.variables, space.make_layout_map(point), layers=[f"blocks.{n}" for n in range(2)]
                 )
-                got = {g: {get_specs(table[p].layout) for p in g.paths} for g in layouts}
+                got = {g: {list_specs_with_none(table[p].layout) for p in g.paths} for g in layouts}
                 assert {g: {specs} for g, specs in layouts.items()} == got
                 assert () == table.problems
 

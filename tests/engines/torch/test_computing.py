@@ -293,7 +293,7 @@ def test_shards_lie_in_memory_as_on_one_device(name):
             with run_on():
                 found = LAID_IN_MEMORY[name](place(a, *one), place(b, *other))
                 expected = LAID_IN_MEMORY[name](place(a, None, None, None), place(b, *layouts[0][1]))
-            with simulation.simulate_mesh(found.device_mesh):
+            with simulation.simulate_ranks_of_mesh(found.device_mesh):
                 order = sorted(range(found.ndim), key=lambda axis: -found.stride(axis))
                 assert simulation.get_first_local_tensor(get_local(found)).permute(order).is_contiguous(), (
                     one,

@@ -79,7 +79,7 @@ def test_values_without_gradients(name, layout):
     placed = [LAYOUTS[layout](each) for each in arguments]
     with run_on():
         inside = function(*placed)
-    with simulation.simulate_mesh(placed[0].device_mesh):
+    with simulation.simulate_ranks_of_mesh(placed[0].device_mesh):
         outside = function(*placed)
 
     assert [expected.tolist()] * 2 == [whole(inside).tolist(), whole(outside).tolist()]
@@ -140,7 +140,7 @@ def test_plain_tensors_that_are_written_into(name):
 def test_an_operator_that_is_called_as_one_of_torch():
     """Names count in their namespace: another's `cumsum` has arguments of its own."""
     x = place(X, "batch", None)
-    with simulation.simulate_mesh(x.device_mesh):
+    with simulation.simulate_ranks_of_mesh(x.device_mesh):
         actual = OPS.cumsum(x, -1)
 
     torch.testing.assert_close(whole(actual), -X)
@@ -149,7 +149,7 @@ def test_an_operator_that_is_called_as_one_of_torch():
 def test_gradients_outside_of_calls_are_right_or_refused_by_name():
     """Where nobody saw the call, a formula that writes into plain memory is refused, and its operator is named."""
     x = place(X, "batch", None).requires_grad_()
-    with simulation.simulate_mesh(x.device_mesh):
+    with simulation.simulate_ranks_of_mesh(x.device_mesh):
         place(X[:, 0], None).mul_(place(X[:, 0], "batch"))  # which DTensor remembers
         _, total = parts(x, [x], 4)
         total.sum().backward()
@@ -226,7 +226,7 @@ def test_models_let_go_keep_no_copy(kind, batch_dim):
 def test_the_address_of_a_tensor_is_refused(call):
     """A kernel that is no operator gets no address: that of a tensor on a mesh is 0, which it would read from."""
     x = place(X.double(), "batch", None)
-    with run_on() if call == "run_on" else simulation.simulate_mesh(x.device_mesh):
+    with run_on() if call == "run_on" else simulation.simulate_ranks_of_mesh(x.device_mesh):
         with pytest.raises(lm.EngineError, match=r"running_sums.*: reads the address of a tensor") as found:
             Pointer.apply(x)
         with pytest.raises(lm.EngineError, match="reads the address of a tensor on a mesh"):

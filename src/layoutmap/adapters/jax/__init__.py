@@ -17,7 +17,7 @@ from layoutmap.adapters.jax.checkpoints import has_optimizer_state, list_stored_
 from layoutmap.adapters.jax.contexts import find_scope_context
 from layoutmap.adapters.jax.inspecting import describe_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
-from layoutmap.adapters.jax.optimizers import find_optax_optimizer
+from layoutmap.adapters.jax.optimizers import resolve_optax_optimizer
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.adapters.jax.training import TrainState, replace_arrays, train_with, unwrap_and_split_model
@@ -90,7 +90,7 @@ class JaxAdapter(Adapter):
         if optimizer is None:
             return model
         state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
-        state.optimizer = find_optax_optimizer(optimizer)
+        state.optimizer = resolve_optax_optimizer(optimizer)
         return state
 
     def variables(self, model: object) -> dict[str, Variable]:
@@ -134,18 +134,18 @@ class JaxAdapter(Adapter):
     def forward(self, model: object, batch: object) -> object:
         """Return a model's inference outputs for a batch, as numpy arrays that are nested like the outputs."""
         with suspend_ambient_mesh():
-            return _convert_outputs_to_numpy(_require_train_with_result(model).steps.compute_outputs(batch))
+            return _convert_outputs_to_numpy(_require_train_state(model).steps.compute_outputs(batch))
 
     def gradients(self, model: object, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """Return two dicts for a batch: one with its loss, and one from the path of each weight to its gradient."""
         with suspend_ambient_mesh():
-            loss, gradients = _require_train_with_result(model).steps.compute_gradients(batch)
+            loss, gradients = _require_train_state(model).steps.compute_gradients(batch)
         return {"loss": float(loss)}, _convert_outputs_to_numpy(gradients)
 
     def train_step(self, model: object, batch: object) -> dict[str, float]:
         """Run one training step with the optimizer that was passed to `train_with`, and return the loss before it."""
         with suspend_ambient_mesh():
-            return {"loss": float(_require_train_with_result(model).steps.run_training_step(batch))}
+            return {"loss": float(_require_train_state(model).steps.run_training_step(batch))}
 
     def list_stored_variables(
         self, model: object, optimizer: object = None, saved: SavedOptimizer | None = None
@@ -173,7 +173,7 @@ class JaxAdapter(Adapter):
         random_states.restore_python_and_numpy_states(settings["random"])
 
 
-def _require_train_with_result(model: object) -> TrainState:
+def _require_train_state(model: object) -> TrainState:
     if isinstance(model, TrainState):
         return model
     raise ScopeError(

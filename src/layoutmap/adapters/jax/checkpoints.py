@@ -45,13 +45,13 @@ def list_stored_arrays(
     check_no_mutable_or_hidden_arrays(unwrap_train_state(model))
     found: list[StoredVariable] = []
     for leaf in unwrap_and_split_model(model).leaves:
-        array = _get_random_key_numbers(leaf.value)
+        array = _convert_random_keys_to_integers(leaf.value)
         shape, dtype, memory = tuple(array.shape), array.dtype.name, find_memory_kind(array)
         spec = VariableSpec(leaf.path, shape, dtype, leaf.kind, leaf.aliases, memory=memory)
         found.append(StoredVariable(spec, array))
     state = _get_optimizer_state(model, optimizer, allow_shapes=saved is not None and bool(saved.slots))
     slots = _list_slots(model, optimizer, state)
-    found += [StoredVariable(spec, _get_random_key_numbers(leaf)) for spec, leaf in slots]
+    found += [StoredVariable(spec, _convert_random_keys_to_integers(leaf)) for spec, leaf in slots]
     return found + _list_nnx_step_counter(optimizer)
 
 
@@ -94,11 +94,11 @@ def restore_arrays(
     holders = dict(
         zip(
             (path for path, _ in leaves),
-            [] if tree is None else _find_variable_of_each_array(tree),
+            [] if tree is None else _find_nnx_variable_of_each_array(tree),
             strict=False,
         )
     )
-    holders |= zip((path for path, _ in slots), _find_variable_of_each_array(state), strict=True)
+    holders |= zip((path for path, _ in slots), _find_nnx_variable_of_each_array(state), strict=True)
     if is_nnx_optimizer(optimizer):
         likes["optimizer.step"] = _make_array_converter(optimizer.step.get_raw_value())
         holders["optimizer.step"] = optimizer.step
@@ -118,7 +118,7 @@ def restore_arrays(
     state = _replace_arrays_by_path(state, paths[1], new)
     if optimizer is not None:
         return model, optimizer if is_nnx_optimizer(optimizer) else state
-    if isinstance(model, TrainState) and not any(map(_is_shape_without_values, jax.tree.leaves(state))):
+    if isinstance(model, TrainState) and not any(map(_is_shape_dtype_struct, jax.tree.leaves(state))):
         model.opt_state = state
     return model, None
 
@@ -151,10 +151,10 @@ def _list_slots(model: object, optimizer: object, state: object) -> list[tuple[V
     found = _describe_optimizer_arrays(model, optimizer, state)
     weights = (
         _get_parameters(model, optimizer)
-        if any(_is_shape_without_values(_get_random_key_numbers(leaf)) for _, leaf in found)
+        if any(_is_shape_dtype_struct(_convert_random_keys_to_integers(leaf)) for _, leaf in found)
         else {}
     )
-    return [(spec, _shard_shape_like_weight(leaf, weights, spec)) for spec, leaf in found]
+    return [(spec, _add_weight_sharding_to_shape(leaf, weights, spec)) for spec, leaf in found]
 
 
 def _describe_optimizer_arrays(
@@ -169,7 +169,7 @@ def _describe_optimizer_arrays(
             fix="pass the state: layout_map.build_optimizer(tx, params), or tx.init(params); load also takes a "
             "function: optimizer=lambda model: layout_map.build_optimizer(tx, model)",
         )
-    data = [_get_random_key_numbers(leaf) for _, leaf in leaves]
+    data = [_convert_random_keys_to_integers(leaf) for _, leaf in leaves]
     described = [
         OptimizerLeaf(parts, tuple(array.shape), array.dtype.name)
         for (parts, _), array in zip(leaves, data, strict=True)
@@ -183,20 +183,20 @@ def _describe_optimizer_arrays(
     ]
 
 
-def _shard_shape_like_weight(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
+def _add_weight_sharding_to_shape(leaf: Any, weights: Mapping[str, object], spec: VariableSpec) -> Any:
     """Return a slot without values with the sharding of its weight, if both have one shape, or the leaf unchanged."""
-    weight = weights.get(spec.parent) if spec.parent is not None and _is_shape_without_values(leaf) else None
+    weight = weights.get(spec.parent) if spec.parent is not None and _is_shape_dtype_struct(leaf) else None
     if not isinstance(weight, (jax.Array, PaddedArray)) or weight.shape != leaf.shape:
         return leaf
     shape = unwrap_padded_array(weight).shape
     return wrap_padded_array(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=weight.sharding), leaf.shape)
 
 
-def _is_shape_without_values(leaf: object) -> bool:
+def _is_shape_dtype_struct(leaf: object) -> bool:
     return isinstance(unwrap_padded_array(leaf), jax.ShapeDtypeStruct)
 
 
-def _find_variable_of_each_array(tree: object) -> list[Any]:
+def _find_nnx_variable_of_each_array(tree: object) -> list[Any]:
     """Return, for each array of a pytree, the nnx Variable with the array as its value, or None if there is none."""
     found: list[Any] = []
     for node in jax.tree.leaves(tree, is_leaf=is_nnx_variable):
@@ -221,11 +221,11 @@ def _replace_arrays_by_path(state: object, paths: Iterable[str], new_arrays: dic
     return jax.tree.map(replace_leaf, state, is_leaf=is_nnx_variable)
 
 
-def _get_random_key_numbers(array: Any) -> Any:
+def _convert_random_keys_to_integers(array: Any) -> Any:
     """Return the integers of random keys, or their shape if the keys are deleted. Return other arrays unchanged."""
     if not is_random_key(array):
         return array
-    if not _is_shape_without_values(array) and not array.is_deleted():
+    if not _is_shape_dtype_struct(array) and not array.is_deleted():
         return jax.random.key_data(array)
     shape = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(array.shape, array.dtype))
     sharding = array.sharding

@@ -10,7 +10,7 @@ from layoutmap.adapters.protocol import ScopeContext
 _contexts: dict[int, tuple[weakref.ref[object], ScopeContext]] = {}
 
 
-def record_context(model: object, context: ScopeContext) -> None:
+def record_scope_context(model: object, context: ScopeContext) -> None:
     """Record the context of the scope that sharded a model. Ignore dicts and tuples, which allow no weak references."""
     key = id(model)
     with suppress(TypeError):

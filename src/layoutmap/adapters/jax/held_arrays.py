@@ -16,8 +16,8 @@ from flax import nnx
 
 from layoutmap.adapters.jax.hidden_arrays import has_hidden_tracer
 from layoutmap.adapters.jax.module_outputs import CallTracingHandler
-from layoutmap.adapters.jax.nnx_types import is_nnx_value
-from layoutmap.adapters.jax.pytrees import format_key
+from layoutmap.adapters.jax.nnx_types import is_nnx_object_or_variable
+from layoutmap.adapters.jax.pytrees import format_pytree_key
 from layoutmap.adapters.jax.tracing import is_array
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
@@ -46,21 +46,21 @@ class ArrayAttribute:
         owner = self.owner()
 
         def replace_leaf(keys: Sequence[object], value: object) -> object:
-            return arrays.get((*self.path, *map(format_key, keys)), value)
+            return arrays.get((*self.path, *map(format_pytree_key, keys)), value)
 
         old = getattr(owner, self.name)
-        new = jax.tree_util.tree_map_with_path(replace_leaf, old, is_leaf=is_nnx_value)
+        new = jax.tree_util.tree_map_with_path(replace_leaf, old, is_leaf=is_nnx_object_or_variable)
         setattr(owner, self.name, nnx.data(new))
 
 
 def find_array_attributes(model: object) -> list[ArrayAttribute]:
     """Return the attributes of a model's modules that contain arrays outside of Variables."""
     return [
-        ArrayAttribute(weakref.ref(node), name, (*map(format_key, path), name))
+        ArrayAttribute(weakref.ref(node), name, (*map(format_pytree_key, path), name))
         for path, node in [*nnx.iter_graph(model)]
         if isinstance(node, nnx.Pytree)
         for name, value in vars(node).items()
-        if any(map(is_array, jax.tree.leaves(value, is_leaf=is_nnx_value)))
+        if any(map(is_array, jax.tree.leaves(value, is_leaf=is_nnx_object_or_variable)))
     ]
 
 
@@ -90,7 +90,7 @@ def check_state_has_all_arrays(nodes: Nodes, state: object) -> None:
             length = next(n for n in range(len(path), -1, -1) if path[:n] in owners)
             owner, name = owners[path[:length]], str(path[length])
             raise ScopeError(
-                f"{'.'.join(map(format_key, path[: length + 1]))}: a static attribute contains arrays",
+                f"{'.'.join(map(format_pytree_key, path[: length + 1]))}: a static attribute contains arrays",
                 facts={"module": type(owner).__name__, "value": describe_type(getattr(owner, name))},
                 why="flax.nnx finds arrays in lists, tuples, and dicts only if these are marked as data",
                 fix="mark the value where the attribute is assigned: nnx.data(..)",
@@ -100,7 +100,7 @@ def check_state_has_all_arrays(nodes: Nodes, state: object) -> None:
             continue
         if id(node) not in checked and has_hidden_tracer(node):
             raise ScopeError(
-                f"{'.'.join(map(format_key, path))}: an array is hidden in a static attribute",
+                f"{'.'.join(map(format_pytree_key, path))}: an array is hidden in a static attribute",
                 facts={"value": describe_type(node)},
                 why="flax.nnx finds arrays only in pytrees, and this value is not a pytree, so the array would be lost",
                 fix="make the array an attribute of the module, and use the attribute in the call",

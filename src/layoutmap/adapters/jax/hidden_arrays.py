@@ -9,7 +9,7 @@ from types import ModuleType
 import jax
 import jax.core
 
-from layoutmap.adapters.jax.nnx_types import is_nnx_value
+from layoutmap.adapters.jax.nnx_types import is_nnx_object_or_variable
 
 _MAX_LEVELS = 3  # limit the depth of the search, because some objects reference the whole program
 
@@ -22,10 +22,10 @@ def has_hidden_tracer(leaf: object) -> bool:
         is_known = isinstance(each, (str, int, float, type, jax.Array, ModuleType))
         if is_known or id(each) in seen or type(each).__module__.startswith(("flax.", "jax.")):
             continue
-        if is_nnx_value(each) or not jax.tree_util.all_leaves([each]):
+        if is_nnx_object_or_variable(each) or not jax.tree_util.all_leaves([each]):
             continue
         seen.add(id(each))
-        values = jax.tree.leaves(_list_referenced_values(each), is_leaf=is_nnx_value)
+        values = jax.tree.leaves(_list_referenced_values(each), is_leaf=is_nnx_object_or_variable)
         if any(isinstance(value, jax.core.Tracer) for value in values):
             return True
         if depth < _MAX_LEVELS:

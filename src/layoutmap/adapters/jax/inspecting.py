@@ -12,7 +12,7 @@ from layoutmap.adapters.jax.checkpoints import list_optimizer_arrays
 from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_or_hidden_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_optimizer
 from layoutmap.adapters.jax.optimizers import describe_weights
-from layoutmap.adapters.jax.pytrees import flatten_with_paths, format_key
+from layoutmap.adapters.jax.pytrees import flatten_with_paths, format_pytree_key
 from layoutmap.adapters.jax.slots import OptimizerLeaf, PathParts, describe_slots
 from layoutmap.adapters.jax.training import TrainState, unwrap_and_split_model, unwrap_train_state
 from layoutmap.adapters.protocol import StoredVariable
@@ -45,7 +45,7 @@ def _list_optax_states_as_slots(tree: object, arrays: Sequence[StoredVariable]) 
     by_path = {each.variable.path: each for each in arrays}
     leaves = {".".join(parts): parts for parts, _ in flatten_with_paths(tree)}
     inside = [
-        ".".join((*map(format_key, top), *parts))
+        ".".join((*map(format_pytree_key, top), *parts))
         for top, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_optax_state)[0]
         if _is_optax_state(node)
         for parts, _ in flatten_with_paths(node)

@@ -72,13 +72,13 @@ def list_result_paths(step_name: str, out_names: object, results: object) -> lis
         paths = [".".join(parts) for parts, _ in flatten_with_paths(results)]
         return [path if named else "" for path, named in zip(paths, is_named, strict=True)]
 
-    def name_leaves(name: str | None, part: object) -> list[str]:
+    def list_leaf_paths(name: str | None, part: object) -> list[str]:
         return [
             ".".join(filter(None, (name, *parts))) if name else "" for parts, _ in flatten_with_paths(part)
         ]
 
     try:
-        named = jax.tree.map(name_leaves, out_names, results, is_leaf=lambda name: name is None)
+        named = jax.tree.map(list_leaf_paths, out_names, results, is_leaf=lambda name: name is None)
     except ValueError as error:
         raise ScopeError(
             f"{step_name}: out_names={out_names!r} and the results differ in structure",

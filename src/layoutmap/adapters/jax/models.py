@@ -37,12 +37,12 @@ def replace_arrays(model: object, values: Sequence[object]) -> Any:
     return pytrees.split_pytree(model).rebuild_model(values)
 
 
-def constrain_outputs(model: object, policy: LayoutPolicy) -> None:
+def constrain_module_outputs(model: object, policy: LayoutPolicy) -> None:
     """Make modules of an nnx model apply activation rules to their outputs. Pytrees stay unchanged."""
     if is_nnx_module(model):
         from layoutmap.adapters.jax import nnx
 
-        nnx.constrain_outputs(model, policy)
+        nnx.constrain_module_outputs(model, policy)
 
 
 def build_without_sharding_annotations(make: Callable[[], object], get_model: Callable[[object], Any]) -> Any:

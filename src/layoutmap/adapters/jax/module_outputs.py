@@ -22,7 +22,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.specs import BatchDim
 from layoutmap.core.steps import StepTracer
 from layoutmap.engines import get_engine
-from layoutmap.engines.jax.ambient import change_axis_types, differs_from_ambient_mesh, use_mesh
+from layoutmap.engines.jax.ambient import convert_to_axis_types_of_mesh, differs_from_ambient_mesh, use_mesh
 
 _ATTRIBUTE = "_layoutmap_output"
 _ORIGINAL_CLASS = "_layoutmap_plain"
@@ -77,9 +77,9 @@ class ModelMeshHandler:
         if not differs_from_ambient_mesh(self.mesh):
             return call(*args, **kwargs)
         with use_mesh(self.mesh):
-            args, kwargs = change_axis_types((args, kwargs), self.mesh)
+            args, kwargs = convert_to_axis_types_of_mesh((args, kwargs), self.mesh)
             output = call(*args, **kwargs)
-        return change_axis_types(output, jax.sharding.get_abstract_mesh())
+        return convert_to_axis_types_of_mesh(output, jax.sharding.get_abstract_mesh())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.core
 
 from layoutmap.adapters.jax.hidden_arrays import has_hidden_tracer
 from layoutmap.adapters.jax.nnx_types import is_nnx_module, is_nnx_variable
-from layoutmap.adapters.jax.pytrees import format_key
+from layoutmap.adapters.jax.pytrees import format_pytree_key
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError
 
@@ -65,4 +65,4 @@ def _iterate_leaves_with_keys(model: object, is_module: bool) -> Iterator[tuple[
 
 
 def _format_path(keys: Sequence[object]) -> str:
-    return ".".join(map(format_key, keys)) or "the model"
+    return ".".join(map(format_pytree_key, keys)) or "the model"

@@ -22,7 +22,7 @@ from layoutmap.adapters.jax.module_outputs import (
     set_call_handler,
 )
 from layoutmap.adapters.jax.pytrees import ModelLeaf, SplitModel, infer_array_kind
-from layoutmap.adapters.jax.roles import find_axis_uses
+from layoutmap.adapters.jax.roles import find_weight_axis_roles
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import StepTracer
@@ -47,9 +47,9 @@ def split_module(model: nnx.Module) -> SplitModel:
     variables = {_make_path_parts(path): each for path, each in nnx.to_flat_state(state)}
     # Flax takes longer to find shared objects than to split a module, so search only if the graph contains some.
     is_shared = any(isinstance(node, nnx.graph.NodeRef) for node in graph.nodes)
-    shared = _SharedPaths(nnx.find_duplicates(model) if is_shared else ())
+    shared = _SharedObjectPaths(nnx.find_duplicates(model) if is_shared else ())
     modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
-    used = find_axis_uses(modules)
+    used = find_weight_axis_roles(modules)
     paths: list[Sequence[str]] = []
 
     def describe_leaf(keys: Sequence[str], value: object) -> ModelLeaf:
@@ -72,11 +72,11 @@ def split_module(model: nnx.Module) -> SplitModel:
         return nnx.merge(graph, parts.rebuild_model(arrays))
 
     layers = [path for same, _ in _iterate_callable_modules(modules, shared) for path in same]
-    keys = [*_iterate_attribute_positions(model, paths)]
+    keys = [*_iterate_attribute_order_keys(model, paths)]
     return SplitModel(parts.leaves, rebuild_model, layers, sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def _iterate_attribute_positions(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
+def _iterate_attribute_order_keys(model: nnx.Module, paths: Iterable[Sequence[str]]) -> Iterator[list[int]]:
     """Yield a sort key for each path, which sorts the paths in the order in which attributes were assigned.
 
     The key has a number for each part of the path: the position of the part among the members of its module.
@@ -114,7 +114,7 @@ def replace_arrays(model: nnx.Module, values: Sequence[object]) -> None:
 
 
 def _make_path_parts(keys: Sequence[object]) -> tuple[str, ...]:
-    return tuple(map(pytrees.format_key, keys))
+    return tuple(map(pytrees.format_pytree_key, keys))
 
 
 def _format_path(keys: Sequence[object]) -> str:
@@ -135,7 +135,7 @@ def _read_sharding_annotation(variable: nnx.Variable[object]) -> str:
     return str(tuple(getattr(sharding, "spec", sharding))) if sharding else ""
 
 
-class _SharedPaths:
+class _SharedObjectPaths:
     """Store the paths of modules and Variables that occur more than once in a model."""
 
     def __init__(self, groups: Iterable[Iterable[Sequence[object]]]) -> None:
@@ -156,7 +156,7 @@ class _SharedPaths:
 
 
 def _iterate_callable_modules(
-    modules: Iterable[tuple[Sequence[object], nnx.Module]], shared: _SharedPaths
+    modules: Iterable[tuple[Sequence[object], nnx.Module]], shared: _SharedObjectPaths
 ) -> Iterator[tuple[list[str], nnx.Module]]:
     """Yield a pair for each callable module in a model except the model itself: all of its paths, and the module."""
     for path, module in modules:
@@ -166,10 +166,12 @@ def _iterate_callable_modules(
 
 
 def _list_layers_with_paths(model: nnx.Module) -> list[tuple[list[str], nnx.Module]]:
-    return [*_iterate_callable_modules([*nnx.iter_modules(model)], _SharedPaths(nnx.find_duplicates(model)))]
+    return [
+        *_iterate_callable_modules([*nnx.iter_modules(model)], _SharedObjectPaths(nnx.find_duplicates(model)))
+    ]
 
 
-def constrain_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
+def constrain_module_outputs(model: nnx.Module, policy: LayoutPolicy) -> None:
     """Make modules constrain their outputs by activation rules, and remove earlier constraints."""
     for paths, module in _list_layers_with_paths(model):
         rules = ((path, policy.find_activation_layout(path)) for path in paths)

@@ -35,6 +35,6 @@ def is_nnx_optimizer(state: object) -> TypeGuard[nnx.Optimizer[Any]]:
     return _is_nnx_instance(state, "Optimizer")
 
 
-def is_nnx_value(value: object) -> bool:
+def is_nnx_object_or_variable(value: object) -> bool:
     """Return whether a value is an nnx object or Variable."""
     return is_nnx_object(value) or is_nnx_variable(value)

@@ -18,7 +18,7 @@ import jax
 from layoutmap.adapters.jax.nnx_types import is_nnx_variable
 from layoutmap.adapters.jax.outputs import ArgumentLeaf
 from layoutmap.adapters.jax.private import find_value_descriptor
-from layoutmap.adapters.jax.pytrees import format_key
+from layoutmap.adapters.jax.pytrees import format_pytree_key
 from layoutmap.core.errors import ScopeError, join_names
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class NnxArguments:
 
         from layoutmap.adapters.jax.held_arrays import find_array_attributes
 
-        self._nodes = [weakref.ref(node, self._drop_references) for node in nodes]
+        self._nodes = [weakref.ref(node, self._release_references) for node in nodes]
         graphdef, state = nnx.split(tuple(nodes))
         holders = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_nnx_variable)[0]
         self._holders = [holder for _, holder in holders]
-        self._keys = [tuple(map(format_key, path)) for path, _ in holders]
+        self._keys = [tuple(map(format_pytree_key, path)) for path, _ in holders]
         self._attributes = find_array_attributes(tuple(nodes))
         self._slot = find_value_descriptor(self._holders)
         self._values_tree = jax.tree.structure(self._read_variable_values())
@@ -59,7 +59,7 @@ class NnxArguments:
         self._seen: list[tuple[Callable[[], object], list[object]]] = []
         self._record_container_contents(nodes)
 
-    def has_same_nodes(self, nodes: Sequence[object]) -> bool:
+    def has_same_objects(self, nodes: Sequence[object]) -> bool:
         """Return whether `nodes` are the recorded objects, and have changed only in the values of Variables."""
         return (
             len(nodes) == len(self._nodes)
@@ -67,7 +67,7 @@ class NnxArguments:
             and all(_has_same_content(seen(), content) for seen, content in self._seen)
         )
 
-    def get_object(self, index: int) -> object:
+    def get_object_if_alive(self, index: int) -> object:
         """Return the object at a position, or None if it has been garbage-collected."""
         return self._nodes[index]()
 
@@ -120,7 +120,7 @@ class NnxArguments:
         return [holder.get_raw_value() if is_nnx_variable(holder) else holder for holder in self._holders]
 
     def _record_container_contents(self, nodes: Sequence[object]) -> None:
-        """Record the values in each container, so that `has_same_nodes` can compare them with later ones."""
+        """Record the values in each container, so that `has_same_objects` can compare them with later ones."""
         todo, known = list(nodes), set[int]()
         while todo:
             container = todo.pop()
@@ -134,7 +134,7 @@ class NnxArguments:
                 self._seen.append((seen, list(content)))
             todo += content
 
-    def _drop_references(self, _: object) -> None:
+    def _release_references(self, _: object) -> None:
         self._holders, self._seen = [], []
 
 

@@ -24,13 +24,13 @@ from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.padded import (
     pad_array,
     replace_padded_arrays_by_shapes,
+    wrap_function_for_stored_arrays,
     wrap_padded_array,
-    wrap_to_take_stored_arrays,
 )
-from layoutmap.engines.jax.programs import suspend_program_context
+from layoutmap.engines.jax.programs import suspend_jax_context
 
 
-def find_optax_optimizer(optimizer: object) -> object:
+def resolve_optax_optimizer(optimizer: object) -> object:
     """Return an optimizer of optax, which may be given by its name, such as `"adamw"`.
 
     Given by name, it has an arbitrary learning rate, so it serves only to determine slots.
@@ -116,7 +116,7 @@ def describe_optimizer_variables(init: Callable[[object], object], params: objec
     """
     weights, layouts = describe_weights(params)
     try:
-        with suspend_program_context(), use_mesh(_find_parameter_mesh(params)):
+        with suspend_jax_context(), use_mesh(_find_parameter_mesh(params)):
             state = jax.eval_shape(init, replace_padded_arrays_by_shapes(params))
     except jax.errors.ConcretizationTypeError as error:
         raise ScopeError(
@@ -137,10 +137,10 @@ def create_sharded_optimizer_state(
     # use the mesh of the parameters, because an equal mesh in the layouts may have different axis types
     if isinstance(mesh, jax.sharding.Mesh):
         shardings = [NamedSharding(mesh, each.spec, memory_kind=each.memory_kind) for each in shardings]
-    with suspend_program_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
+    with suspend_jax_context(), use_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh):
         leaves, tree = jax.tree.flatten(jax.eval_shape(init, replace_padded_arrays_by_shapes(params)))
         padded = [layout.pad_shape(leaf.shape) for layout, leaf in zip(layouts, leaves, strict=True)]
-        run, arguments = wrap_to_take_stored_arrays(init, params)
+        run, arguments = wrap_function_for_stored_arrays(init, params)
 
         def compute_padded_leaves(*arrays: object) -> list[Any]:
             return list(map(pad_array, jax.tree.leaves(run(*arrays)), padded))

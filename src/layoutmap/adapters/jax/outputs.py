@@ -64,7 +64,7 @@ def choose_result_shardings(
     shapes, sources = [leaf.shape for leaf in leaves], find_updated_inputs(jaxpr)
     chosen: list[object] = [None] * len(leaves)
 
-    def try_to_replace(argument: Subtree, result: Subtree, *, must_be_update: bool = True) -> bool:
+    def try_to_copy_shardings(argument: Subtree, result: Subtree, *, must_be_update: bool = True) -> bool:
         (old, start), (new, at) = argument, result
         if old != new or not old.num_leaves:
             return False
@@ -82,23 +82,25 @@ def choose_result_shardings(
     kept = list[Subtree]()
     for argument, (new, at) in in_order:
         is_new = new.num_leaves > 1 and not any(sources[at : at + new.num_leaves])
-        if try_to_replace(argument, (new, at), must_be_update=not is_new):
+        if try_to_copy_shardings(argument, (new, at), must_be_update=not is_new):
             kept.append(argument)
     donated = [
         each for each in arguments if each[0].num_leaves and inputs[each[1]].is_donated and each not in kept
     ]
     subtrees = [*_iterate_subtrees((tree, 0))]
 
-    def try_to_replace_parts(argument: Subtree) -> None:
+    def try_to_copy_shardings_of_parts(argument: Subtree) -> None:
         for part in _iterate_children(argument):
-            if not any(try_to_replace(part, subtree) for subtree in subtrees):
-                try_to_replace_parts(part)
+            if not any(try_to_copy_shardings(part, subtree) for subtree in subtrees):
+                try_to_copy_shardings_of_parts(part)
 
-    for argument in [a for a in donated if not any(try_to_replace(a, subtree) for subtree in subtrees)]:
+    for argument in [
+        a for a in donated if not any(try_to_copy_shardings(a, subtree) for subtree in subtrees)
+    ]:
         own_places = [new for each, new in in_order if each is argument]
-        if not any(try_to_replace(argument, new, must_be_update=False) for new in own_places):
+        if not any(try_to_copy_shardings(argument, new, must_be_update=False) for new in own_places):
             _check_donated_shapes(inputs[argument[1] :], argument[0], subtrees, shapes)
-            try_to_replace_parts(argument)
+            try_to_copy_shardings_of_parts(argument)
     return chosen
 
 

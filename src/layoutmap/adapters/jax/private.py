@@ -25,19 +25,19 @@ import jax
 import jax.core
 import numpy as np
 
-from layoutmap.engines.patches import AttributePatch, Patches
+from layoutmap.engines.patches import AttributePatch, PatchGroup
 
 _NAME = "_origin_msg"
 _WITHOUT_ARRAYS = {type(None), bool, int, float, complex, np.ndarray}
 
 
-def _make_error_message_patches() -> Patches:
+def _make_error_message_patches() -> PatchGroup:
     try:
         from jax._src.interpreters.partial_eval import DynamicJaxprTracer as Traced
     except ImportError:
-        return Patches([])
+        return PatchGroup([])
     patch = AttributePatch(Traced, _NAME, lambda _: lambda tracer: "")
-    return Patches([patch] if _NAME in vars(Traced) else [])
+    return PatchGroup([patch] if _NAME in vars(Traced) else [])
 
 
 _PATCHES = _make_error_message_patches()
@@ -64,7 +64,7 @@ def find_value_descriptor(variables: Sequence[object]) -> Any:
     return next(vars(base)["_raw_value"] for base in type(variables[0]).__mro__ if "_raw_value" in vars(base))
 
 
-def has_private_sharding(array: object) -> bool:
+def has_private_sharding_attribute(array: object) -> bool:
     """Return whether an array has the private sharding attribute that `are_equal_types_and_shardings` compares."""
     return isinstance(array, jax.Array) and hasattr(array, "_sharding")
 

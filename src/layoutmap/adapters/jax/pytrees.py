@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from layoutmap.adapters.jax.tracing import is_array, is_random_key
 from layoutmap.core.errors import ScopeError
-from layoutmap.core.variables import AxesUse, Kind, VariableSpec
+from layoutmap.core.variables import AxisRoles, Kind, VariableSpec
 from layoutmap.engines.jax.trees import find_memory_kind, is_flax_box
 
 
@@ -36,7 +36,7 @@ class ModelLeaf:
     kind: Kind
     aliases: tuple[str, ...] = ()
     annotation: str = ""
-    use: AxesUse | None = None
+    use: AxisRoles | None = None
     no_padding: str = ""
 
 
@@ -97,7 +97,7 @@ def split_pytree(tree: object, describe_leaf: DescribeLeafFn | None = None) -> S
         named = flatten_with_paths(tree)
         leaves = [ModelLeaf(".".join(named[n][0]), values[n], infer_array_kind(values[n])) for n in positions]
     else:
-        leaves = [describe_leaf([*map(format_key, found[n][0])], values[n]) for n in positions]
+        leaves = [describe_leaf([*map(format_pytree_key, found[n][0])], values[n]) for n in positions]
     _check_distinct_paths(leaves, tree)
     if "equinox" in sys.modules:
         in_modules = find_equinox_leaf_positions(tree_def)
@@ -127,7 +127,7 @@ def find_equinox_leaf_positions(tree: Any) -> frozenset[int]:
 def flatten_with_paths(tree: object) -> list[tuple[tuple[str, ...], object]]:
     """List a pytree's leaves in order, each with the parts of its path. A flax box around an array adds no part."""
     return [
-        ((*map(format_key, path), *map(format_key, inner[1:])), leaf)
+        ((*map(format_pytree_key, path), *map(format_pytree_key, inner[1:])), leaf)
         for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_flax_box)[0]
         for inner, leaf in jax.tree_util.tree_flatten_with_path(node)[0]
     ]
@@ -140,14 +140,14 @@ def infer_array_kind(value: Any) -> Kind:
     return Kind.WEIGHT if jnp.issubdtype(value.dtype, jnp.inexact) else Kind.STATE
 
 
-def format_key(key: object) -> str:
+def format_pytree_key(key: object) -> str:
     """Return one part of a path: an attribute name, a dict key, or a position in a sequence.
 
     A dict key that is a tuple, such as a path of flax, is joined by dots.
     """
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
-            return format_key(getattr(key, attribute))
+            return format_pytree_key(getattr(key, attribute))
     return ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 

@@ -10,15 +10,17 @@ from collections.abc import Iterator, Sequence
 
 from flax import nnx
 
-from layoutmap.adapters.jax.pytrees import format_key
-from layoutmap.core.variables import AxesUse
+from layoutmap.adapters.jax.pytrees import format_pytree_key
+from layoutmap.core.variables import AxisRoles
 
 _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 _HEAD_SIZE = "head_dim"
 """Attribute in which attention modules store the size of a head."""
 
 
-def find_axis_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> dict[tuple[str, ...], AxesUse]:
+def find_weight_axis_roles(
+    modules: Sequence[tuple[Sequence[object], nnx.Module]],
+) -> dict[tuple[str, ...], AxisRoles]:
     """Return a dict from the path of each weight to the roles of its axes in its module, if these are known."""
     head_sizes = {
         id(each): size
@@ -27,12 +29,12 @@ def find_axis_uses(modules: Sequence[tuple[Sequence[object], nnx.Module]]) -> di
         for each in vars(module).values()
         if isinstance(each, nnx.Linear)  # other classes store heads along an axis of their own
     }
-    found: dict[tuple[str, ...], AxesUse] = {}
+    found: dict[tuple[str, ...], AxisRoles] = {}
     for keys, module in modules:
         for attribute, roles in _iterate_axis_roles_of_weights(module):
             if len(roles) == len(getattr(getattr(module, attribute, None), "shape", ())):
-                path = tuple(map(format_key, (*keys, attribute)))
-                found[path] = AxesUse(tuple(roles), head_sizes.get(id(module)))
+                path = tuple(map(format_pytree_key, (*keys, attribute)))
+                found[path] = AxisRoles(tuple(roles), head_sizes.get(id(module)))
     return found
 
 

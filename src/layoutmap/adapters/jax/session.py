@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.core
 
-from layoutmap.adapters.jax.contexts import record_context
-from layoutmap.adapters.jax.models import build_without_sharding_annotations, constrain_outputs
+from layoutmap.adapters.jax.contexts import record_scope_context
+from layoutmap.adapters.jax.models import build_without_sharding_annotations, constrain_module_outputs
 from layoutmap.adapters.jax.mutable_arrays import check_no_mutable_or_hidden_arrays
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
 from layoutmap.adapters.jax.pytrees import ModelLeaf, SplitModel
@@ -85,7 +85,7 @@ class JaxSession:
     def _constrain_outputs_and_record_context(self, built: object, model: object) -> object:
         """Make a model apply activation rules, and record its scope. Return the model, or its `TrainState`."""
         if not self._context.plan_only:
-            constrain_outputs(model, self._context.policy)
+            constrain_module_outputs(model, self._context.policy)
         if isinstance(built, TrainState):
             built.model, built.policy = model, self._context.policy
             model = built
@@ -106,7 +106,7 @@ class JaxSession:
                 )
         assignments = self._assign_layouts(model, parts, arrays)
         laid_out = replace_arrays(model, self._compute_or_relayout_arrays(assignments, arrays))
-        constrain_outputs(unwrap_train_state(laid_out), self._context.policy)
+        constrain_module_outputs(unwrap_train_state(laid_out), self._context.policy)
         self._record_context(laid_out)
         if isinstance(model, TrainState):
             model.policy = self._context.policy
@@ -114,7 +114,7 @@ class JaxSession:
 
     def _record_context(self, model: object) -> None:
         for each in (model, unwrap_train_state(model)):
-            record_context(each, self._context)
+            record_scope_context(each, self._context)
 
     def has_built(self, model: object) -> bool:
         """Return whether this session built a model: then its arrays are traced, or it has no arrays."""
@@ -178,7 +178,10 @@ class JaxSession:
         if context.spans_processes:
             # Each process has its own copy of existing arrays, so compare checksums of the copies before placing them.
             sums = (
-                (a.variable.path, compute_checksum(context.engine.to_numpy(_get_array_as_numbers(array))))
+                (
+                    a.variable.path,
+                    compute_checksum(context.engine.to_numpy(_materialize_numeric_array(array))),
+                )
                 for number, (a, array) in enumerate(zip(assignments, arrays, strict=True))
                 if str(number) not in todo
             )
@@ -211,7 +214,7 @@ def _materialize_array(array: object) -> Any:
     return array.compute_precomputed_value() if isinstance(array, TracedArray) else array
 
 
-def _get_array_as_numbers(array: object) -> Any:
+def _materialize_numeric_array(array: object) -> Any:
     value = _materialize_array(array)
     return jax.random.key_data(value) if is_random_key(value) else value
 

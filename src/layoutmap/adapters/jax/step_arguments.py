@@ -64,19 +64,23 @@ class StepOptions:
             parameters = ()
         positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
         self.parameters = [each.name for each in parameters if each.kind in positional]
-        self._last_position = max(_make_tuple(donate_argnums) + _make_tuple(batch_argnums), default=-1)
-        self.donate = self._find_positions_and_names(donate_argnums)
-        self.static = self._find_positions_and_names(static_argnums, static_argnames)
-        self.batches = None if batch_argnums is None else self._find_positions_and_names(batch_argnums)
+        self._last_position = max(
+            _convert_argnums_to_tuple(donate_argnums) + _convert_argnums_to_tuple(batch_argnums), default=-1
+        )
+        self.donate = self._find_argument_positions_and_names(donate_argnums)
+        self.static = self._find_argument_positions_and_names(static_argnums, static_argnames)
+        self.batches = (
+            None if batch_argnums is None else self._find_argument_positions_and_names(batch_argnums)
+        )
         self.batch_dim = tuple(batch_dim) if isinstance(batch_dim, list) else batch_dim
         self.layout_map, self.out_names = layout_map, out_names
 
-    def _find_positions_and_names(
+    def _find_argument_positions_and_names(
         self, positions: int | Sequence[int], names: str | Sequence[str] = ()
     ) -> frozenset[ArgumentKey]:
         """Return both the position and the name of each argument in `positions` or `names`, by the signature."""
         known = self.parameters
-        at = [n + len(known) if n < 0 else n for n in _make_tuple(positions)]
+        at = [n + len(known) if n < 0 else n for n in _convert_argnums_to_tuple(positions)]
         named = {names} if isinstance(names, str) else {*names}
         named |= {known[n] for n in at if n < len(known)}
         return frozenset((*at, *named, *(n for n, name in enumerate(known) if name in named)))
@@ -283,7 +287,7 @@ class ArgumentReader:
     def _read_nnx_objects(self, nodes: Sequence[object]) -> tuple[NnxArguments, list[list[object]]]:
         """Return the structure of nnx objects, and their arrays. The structure is read again only if it has changed."""
         objects = self._objects
-        arrays = objects.read_arrays() if objects is not None and objects.has_same_nodes(nodes) else None
+        arrays = objects.read_arrays() if objects is not None and objects.has_same_objects(nodes) else None
         if objects is None or arrays is None:
             self._objects = objects = NnxArguments(nodes)
             arrays = objects.read_arrays() or []
@@ -293,7 +297,7 @@ class ArgumentReader:
         return objects, arrays
 
 
-def split_arguments(arguments: FlatArguments) -> StepCall:
+def make_step_call(arguments: FlatArguments) -> StepCall:
     """Return a call's arguments, split into arrays and the part for which the step is compiled."""
     others = {
         n: leaf for n, leaf in enumerate(arguments.leaves) if not hasattr(unwrap_padded_array(leaf), "aval")
@@ -329,5 +333,5 @@ def rebuild_tree(tree: Tree, constants: Mapping[int, object], others: Iterable[o
     return tree.unflatten([constants[n] if n in constants else next(rest) for n in range(tree.num_leaves)])
 
 
-def _make_tuple(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+def _convert_argnums_to_tuple(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums or ())

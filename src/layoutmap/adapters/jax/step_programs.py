@@ -30,7 +30,7 @@ from layoutmap.adapters.jax.microbatches import find_microbatches_of_consecutive
 from layoutmap.adapters.jax.nnx_types import is_nnx_object, is_nnx_optimizer
 from layoutmap.adapters.jax.objects import find_arrays_to_write_back, rebuild_nnx_objects
 from layoutmap.adapters.jax.outputs import ArgumentLeaf, Subtree, Tree, choose_result_shardings
-from layoutmap.adapters.jax.private import are_equal_types_and_shardings, has_private_sharding
+from layoutmap.adapters.jax.private import are_equal_types_and_shardings, has_private_sharding_attribute
 from layoutmap.adapters.jax.pytrees import flatten_with_paths
 from layoutmap.adapters.jax.step_arguments import (
     NUMBERS,
@@ -75,7 +75,7 @@ class UnrecognizedCallError(Exception):
 
 
 @contextmanager
-def allow_tracing() -> Iterator[None]:
+def allow_tracing_temporarily() -> Iterator[None]:
     """Return a context in which JAX may trace programs, and in which the mesh of `jax.set_mesh` is not set."""
     token = _MAY_TRACE.set(True)
     try:
@@ -103,7 +103,7 @@ class StepProgram:
     tree: Tree = None  # tree of the results, set by tracing
     constants: dict[int, object] = field(default_factory=dict[int, object])  # results that are not arrays
 
-    def make_arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def make_program_arguments(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Return the program's positional arguments, made of the leaves of a step's arguments."""
         return leaves if self.values_tree is None else self.values_tree.unflatten(leaves)
 
@@ -113,7 +113,7 @@ class StepProgram:
 
 
 # Checking arguments takes longer than a small step, so first compare a call with earlier ones (decisions/0270).
-class KnownCall:
+class EarlierCall:
     """Store an earlier call with checked arguments: its program, and the properties that an equal call has.
 
     Args:
@@ -131,9 +131,9 @@ class KnownCall:
         self._others = [
             (n, _make_leaf_comparison_key(leaf, n in self._constants))
             for n, leaf in enumerate(arguments.leaves)
-            if n in self._constants or not has_private_sharding(leaf)
+            if n in self._constants or not has_private_sharding_attribute(leaf)
         ][::-1]
-        arrays = [leaf for leaf in arguments.leaves if has_private_sharding(leaf)]
+        arrays = [leaf for leaf in arguments.leaves if has_private_sharding_attribute(leaf)]
         self._avals, self._shardings = [each.aval for each in arrays], [each.sharding for each in arrays]
         self.variant, self.program, self.to_place = call.variant, program, to_place
         self.kind: type[jax.Array] = type(arrays[0]) if arrays else jax.Array
@@ -177,7 +177,7 @@ def _make_leaf_comparison_key(leaf: Any, is_constant: bool) -> object:
     return type(leaf), getattr(leaf, "shape", None), *(getattr(value, name, None) for name in names)
 
 
-def _can_have_any_leaves(tree: Tree) -> bool:
+def _can_rebuild_with_any_leaves(tree: Tree) -> bool:
     """Return whether a tree can be rebuilt with shardings as leaves. Classes that check their fields prevent it."""
     try:
         tree.unflatten([object()] * tree.num_leaves)
@@ -186,7 +186,7 @@ def _can_have_any_leaves(tree: Tree) -> bool:
     return True
 
 
-def _has_mesh_sharding(sharding: Any, native_mesh: jax.sharding.Mesh) -> bool:
+def _is_mesh_sharding(sharding: Any, native_mesh: jax.sharding.Mesh) -> bool:
     """Return whether a sharding is on a mesh: on several devices, or named if the mesh has a single device."""
     if sharding is None:
         return False
@@ -206,12 +206,14 @@ class StepPrograms:
         self._warned = set[str]()
         self.by_signature: dict[Signature, StepProgram] = {}
 
-    def find_or_compile(self, call: StepCall, types: tuple[type, ...]) -> tuple[StepProgram, dict[int, bool]]:
+    def get_or_compile_program(
+        self, call: StepCall, types: tuple[type, ...]
+    ) -> tuple[StepProgram, dict[int, bool]]:
         """Return a call's program, and a dict from each leaf to place before it runs to whether the leaf is a batch."""
         self._options.check_arguments(call)
         self._options.check_donations(call, call.leaves)
         names, owners = call.list_leaf_names_and_owners()
-        mesh, native_mesh = self.find_call_mesh(names, call.leaves)
+        mesh, native_mesh = self.find_call_mesh_and_native_mesh(names, call.leaves)
         num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
         by_rule = self._find_shardings_by_rule(call, names, owners, native_mesh)
         off_mesh, to_place, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
@@ -222,7 +224,7 @@ class StepPrograms:
                 self._options.raise_non_array_leaf_error(names[n], leaf)
             if n in by_rule:
                 shardings[n], to_place[n] = by_rule[n], False
-            elif not _has_mesh_sharding(sharding, native_mesh):
+            elif not _is_mesh_sharding(sharding, native_mesh):
                 is_of_object, rank = owners[n] in call.variant.nodes, np.ndim(leaf)
                 is_batch = not is_of_object and (
                     (
@@ -264,9 +266,9 @@ class StepPrograms:
                 # On CPUs, a step that still runs and the gather below could deadlock, so wait for the step.
                 jax.block_until_ready(call.leaves)
                 gather = functools.partial(get_engine("jax").gather_from_processes, mesh=mesh)
-                with allow_tracing():
+                with allow_tracing_temporarily():
                     lowered = hash_lowered_step(
-                        self._options.name, program.compiled.lower(*program.make_arguments(shapes))
+                        self._options.name, program.compiled.lower(*program.make_program_arguments(shapes))
                     )
                 check_same_program(self._options.name, [*iterate_versions("jax", "jaxlib"), lowered], gather)
             self.by_signature[signature] = program
@@ -285,9 +287,9 @@ class StepPrograms:
         options, variant = self._options, call.variant
         structure = call.objects.structure if call.objects is not None else None
         object_leaves = [n for n, owner in enumerate(owners) if owner in variant.nodes]
-        has_tree = not (variant.constants or variant.padded or options.layout_map) and _can_have_any_leaves(
-            variant.tree
-        )
+        has_tree = not (
+            variant.constants or variant.padded or options.layout_map
+        ) and _can_rebuild_with_any_leaves(variant.tree)
         values_tree = variant.tree if has_tree else None
         program = StepProgram(shardings, [each.is_donated for each in inputs], object_leaves, values_tree)
 
@@ -311,7 +313,7 @@ class StepPrograms:
             found, program.tree = jax.tree.flatten(out)
             program.constants = find_constant_leaves(program.tree, dict(enumerate(found)))
             program.has_result_tree = (
-                has_tree and not program.constants and _can_have_any_leaves(program.tree)
+                has_tree and not program.constants and _can_rebuild_with_any_leaves(program.tree)
             )
             arrays = [leaf for n, leaf in enumerate(found) if n not in program.constants]
             changed_from = [inputs[n] for n in object_leaves]
@@ -329,8 +331,10 @@ class StepPrograms:
             for n, each in enumerate(shapes)
         ]
         # JAX caches this trace, so compiling does not trace the step again.
-        with allow_tracing():
-            traced = jax.jit(call_with_leaves, donate_argnums=donate).trace(*program.make_arguments(logical))
+        with allow_tracing_temporarily():
+            traced = jax.jit(call_with_leaves, donate_argnums=donate).trace(
+                *program.make_program_arguments(logical)
+            )
         self._warn_of_microbatches_of_consecutive_rows(traced.jaxpr.jaxpr, inputs, shardings)
         out, changed = traced.out_info
         arrays = jax.tree.leaves(out)
@@ -363,7 +367,7 @@ class StepPrograms:
         call_with_padded_leaves.__name__ = call_with_padded_leaves.__qualname__ = self._options.name
         program.compiled = jax.jit(
             call_with_padded_leaves if padded else call_with_leaves,
-            in_shardings=tuple(program.make_arguments(shardings)),
+            in_shardings=tuple(program.make_program_arguments(shardings)),
             out_shardings=program.result_shardings,
             donate_argnums=donate,
         )
@@ -401,7 +405,9 @@ class StepPrograms:
             start += tree.num_leaves
         return [place for _, place in sorted(found, key=lambda each: each[0])]
 
-    def find_call_mesh(self, names: Sequence[str], leaves: Sequence[Any]) -> tuple[Mesh, jax.sharding.Mesh]:
+    def find_call_mesh_and_native_mesh(
+        self, names: Sequence[str], leaves: Sequence[Any]
+    ) -> tuple[Mesh, jax.sharding.Mesh]:
         """Return the mesh of a call's arrays, as a `Mesh` of layoutmap and as a mesh of JAX."""
         first: tuple[str, jax.sharding.Mesh, Mesh] | None = None
         for name, leaf in zip(names, leaves, strict=True):
@@ -448,11 +454,11 @@ class StepPrograms:
         values = variant.rebuild_arguments(call.leaves, with_constants=False)
         paths = [parts for parts, _ in flatten_with_paths(values)]
         for n, (leaf, owner) in enumerate(zip(call.leaves, owners, strict=True)):
-            if _has_mesh_sharding(getattr(leaf, "sharding", None), native_mesh):
+            if _is_mesh_sharding(getattr(leaf, "sharding", None), native_mesh):
                 continue
             key, layout_map = variant.keys[owner], options.layout_map
             if call.objects is not None and owner in variant.nodes:
-                node, path = call.objects.get_object(variant.nodes.index(owner)), names[n]
+                node, path = call.objects.get_object_if_alive(variant.nodes.index(owner)), names[n]
                 if layout_map is None and (context := find_scope_context(node)) is not None:
                     layout_map = context.layout_map
                 layout_map = None if is_nnx_optimizer(node) else layout_map
@@ -549,8 +555,8 @@ class StepPrograms:
         used.update(list_batch_dims(self._options.batch_dim))
         idle = [dim.name for dim in mesh.mesh_dims if dim.size > 1 and dim.name not in used]
         if idle:  # lower only if a dim may be idle, because it takes time
-            with allow_tracing():
-                lines = program.compiled.lower(*program.make_arguments(shapes)).as_text().splitlines()
+            with allow_tracing_temporarily():
+                lines = program.compiled.lower(*program.make_program_arguments(shapes)).as_text().splitlines()
             # The lowered program of Shardy contains the names of the dims that it uses. That of GSPMD has only device
             # numbers, so no dim is known to be idle: do not warn.
             uses = [line for line in lines if "sdy." in line and "sdy.mesh @" not in line]

@@ -17,16 +17,16 @@ from layoutmap.adapters.jax.step_arguments import (
     FlatArguments,
     StepCall,
     StepOptions,
-    split_arguments,
+    make_step_call,
 )
 from layoutmap.adapters.jax.step_changes import CompiledArguments, format_first_difference
 from layoutmap.adapters.jax.step_programs import (
     ARRAYS,
-    KnownCall,
+    EarlierCall,
     Signature,
     StepPrograms,
     UnrecognizedCallError,
-    allow_tracing,
+    allow_tracing_temporarily,
     make_padded_shape_struct,
     place_leaf_on_mesh,
 )
@@ -153,9 +153,9 @@ class JitStep:
         self._options = StepOptions(function, **options)
         self._reader = ArgumentReader(self._options.static)
         self._programs = StepPrograms(self._options)
-        self._known_calls: list[KnownCall] = []  # earlier calls, the latest first
+        self._known_calls: list[EarlierCall] = []  # earlier calls, the latest first
         # The latest known call, if `jax.jit` notices different arguments itself. Then the next call is not compared.
-        self._direct_call: KnownCall | None = None
+        self._direct_call: EarlierCall | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the step, and compile it first for arguments with new shapes or layouts."""
@@ -184,8 +184,8 @@ class JitStep:
                 if known is not self._known_calls[0]:
                     self._known_calls = [known, *(each for each in self._known_calls if each is not known)]
                 return self._run_program(known, arguments, *matched)
-        call = split_arguments(arguments)
-        known = KnownCall(arguments, call, *self._programs.find_or_compile(call, ARRAYS))
+        call = make_step_call(arguments)
+        known = EarlierCall(arguments, call, *self._programs.get_or_compile_program(call, ARRAYS))
         self._direct_call = known if known.is_jit_checked and not self._known_calls else None
         self._known_calls = [known, *self._known_calls[: _MAX_KNOWN_CALLS - 1]]
         return self._run_program(known, arguments, call.leaves, True)
@@ -204,8 +204,8 @@ class JitStep:
             args: Arguments of the step. `jax.ShapeDtypeStruct` may stand for arrays.
             kwargs: Arguments by name.
         """
-        call = split_arguments(self._reader.read_flat_arguments(args, kwargs))
-        program, _ = self._programs.find_or_compile(call, (*ARRAYS, jax.ShapeDtypeStruct))
+        call = make_step_call(self._reader.read_flat_arguments(args, kwargs))
+        program, _ = self._programs.get_or_compile_program(call, (*ARRAYS, jax.ShapeDtypeStruct))
         variant = call.variant
 
         def rebuild_results_and_changes(out: object, changed: object) -> object:
@@ -213,7 +213,7 @@ class JitStep:
             return (out, changed) if variant.nodes else out
 
         def call_program_with_arguments(*args: object, **kwargs: object) -> object:
-            leaves = program.make_arguments(jax.tree.leaves((args, kwargs)))
+            leaves = program.make_program_arguments(jax.tree.leaves((args, kwargs)))
             return rebuild_results_and_changes(*program.compiled.__wrapped__(*leaves))
 
         call_program_with_arguments.__name__ = call_program_with_arguments.__qualname__ = self._options.name
@@ -228,7 +228,7 @@ class JitStep:
             donate_argnums=[n for n, key in enumerate(positions) if key in self._options.donate],
             donate_argnames=[key for key in named if key in self._options.donate],
         )
-        with allow_tracing():
+        with allow_tracing_temporarily():
             return compiled.lower(*(value for _, value in dynamic[: len(positions)]), **named)
 
     def explain(self, *args: object, **kwargs: object) -> Any:
@@ -250,15 +250,15 @@ class JitStep:
             >>> sorted({each.kind for each in explanation.collectives}), explanation.recompilations
             (['all_reduce'], ())
         """
-        call = split_arguments(self._reader.read_flat_arguments(args, kwargs))
-        program, _ = self._programs.find_or_compile(call, (*ARRAYS, jax.ShapeDtypeStruct))
+        call = make_step_call(self._reader.read_flat_arguments(args, kwargs))
+        program, _ = self._programs.get_or_compile_program(call, (*ARRAYS, jax.ShapeDtypeStruct))
         names, _ = call.list_leaf_names_and_owners()
-        mesh, _ = self._programs.find_call_mesh(names, call.leaves)
-        with allow_tracing():
+        mesh, _ = self._programs.find_call_mesh_and_native_mesh(names, call.leaves)
+        with allow_tracing_temporarily():
             shapes = [*map(make_padded_shape_struct, call.leaves, program.shardings)]
-            traced = program.compiled.trace(*program.make_arguments(shapes))
+            traced = program.compiled.trace(*program.make_program_arguments(shapes))
         names = list(map(self._options.format_argument_name, names))
-        leaves = tuple(program.make_arguments(range(len(names))))
+        leaves = tuple(program.make_program_arguments(range(len(names))))
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(leaves)[0]]
         engine = get_engine("jax")
         batches = {
@@ -283,7 +283,7 @@ class JitStep:
         )
 
     def _run_program(
-        self, known: KnownCall, arguments: FlatArguments, leaves: list[Any], may_have_duplicates: bool
+        self, known: EarlierCall, arguments: FlatArguments, leaves: list[Any], may_have_duplicates: bool
     ) -> object:
         """Run the program of a call, update the nnx objects, and return the results of the step."""
         program, objects = known.program, arguments.objects
@@ -297,8 +297,8 @@ class JitStep:
         if may_have_duplicates:
             call = StepCall(known.variant, leaves, objects)
             self._options.check_donations(call, leaves, program.donated)
-        with allow_tracing():
-            results = out, changed = program.compiled(*program.make_arguments(leaves))
+        with allow_tracing_temporarily():
+            results = out, changed = program.compiled(*program.make_program_arguments(leaves))
         for made, shapes in zip(results, program.logical_results, strict=True):
             for n, shape in shapes.items():
                 made[n] = PaddedArray(made[n], shape)

@@ -31,7 +31,7 @@ from layoutmap.engines.jax.programs import (
     explain_why_sharding_changes_values,
     is_mutable_ref,
     make_closed_jaxpr,
-    suspend_program_context,
+    suspend_jax_context,
 )
 
 _MAX_PRECOMPUTED_SIZE = 1024
@@ -75,7 +75,7 @@ def trace_build_function(
         return [value for value in made[1] if isinstance(value, jax.core.Tracer)]
 
     try:
-        with suspend_program_context(), shorten_error_messages(), use_mesh(mesh):
+        with suspend_jax_context(), shorten_error_messages(), use_mesh(mesh):
             closed = remove_mesh_from_program(jax.make_jaxpr(list_traced_arrays)())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
         raise ScopeError(
@@ -141,7 +141,7 @@ class TracedArray:
         values = self.operations.get_precomputed_values(program.inputs)
 
         def compute_global_value() -> jax.Array:
-            with suspend_program_context():
+            with suspend_jax_context():
                 return program.compute_array(values)
 
         by_shards = InitializerProgram(program.key, values, program.compute_array)
@@ -209,7 +209,7 @@ class TracedOperations:
         values = {var: self._consts[var] for var in self._consts if var in self._precomputed}
         made = [var for eqn in self._precomputed_eqns for var in eqn.outvars if var in self._used]
         inputs = list(values)
-        with suspend_program_context():
+        with suspend_jax_context():
             results = jaxpr_as_fun(make_closed_jaxpr(self._precomputed_eqns, inputs, made))(*values.values())
         return values | dict(zip(made, results, strict=True))
 
@@ -278,7 +278,7 @@ def _make_program_key(closed: ClosedJaxpr) -> Hashable:
             eqn.primitive,
             make_variable_keys(eqn.invars),
             make_variable_keys(eqn.outvars),
-            tuple(map(_make_hashable, sorted(eqn.params.items()))),
+            tuple(map(_make_parameter_hashable, sorted(eqn.params.items()))),
         )
         for eqn in jaxpr.eqns
     )
@@ -289,7 +289,7 @@ class _IncomparableValue:
     """Replace a value that cannot be compared in a key. An instance equals only itself."""
 
 
-def _make_hashable(parameter: tuple[str, object]) -> Hashable:
+def _make_parameter_hashable(parameter: tuple[str, object]) -> Hashable:
     """Return a parameter of an operation, or an object that equals only itself if the parameter cannot be hashed."""
     try:
         hash(parameter)

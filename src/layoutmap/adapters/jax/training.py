@@ -16,7 +16,7 @@ from layoutmap.adapters.jax import models
 from layoutmap.adapters.jax.models import split_model
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
 from layoutmap.adapters.jax.optimizers import create_sharded_optimizer_state, describe_optimizer_variables
-from layoutmap.adapters.jax.pytrees import SplitModel, format_key
+from layoutmap.adapters.jax.pytrees import SplitModel, format_pytree_key
 from layoutmap.adapters.jax.steps import JitStep, jit_step
 from layoutmap.adapters.jax.variables import Variable
 from layoutmap.core.errors import ScopeError, shorten_repr
@@ -52,12 +52,12 @@ class TrainState:
         self.opt_state: Any = None
         self.policy: LayoutPolicy | None = None
         self.mesh: jax.sharding.Mesh | None = None
-        self._steps: CompiledSteps | None = None
+        self._steps: CompiledTrainStateFunctions | None = None
 
     @property
-    def steps(self) -> CompiledSteps:
+    def steps(self) -> CompiledTrainStateFunctions:
         """The compiled functions of the model: forward, gradients, and training step."""
-        self._steps = self._steps or CompiledSteps(self)
+        self._steps = self._steps or CompiledTrainStateFunctions(self)
         return self._steps
 
     weights = DeprecatedAlias("list_weights")
@@ -76,7 +76,9 @@ class TrainState:
         slots: dict[str, Variable] = {}
         weights = {*self.steps.trained}
         for number, (keys, value) in enumerate(found):
-            names = sorted(map(format_key, keys), key=lambda name: name not in weights)  # weight's path first
+            names = sorted(
+                map(format_pytree_key, keys), key=lambda name: name not in weights
+            )  # weight's path first
             path = ".".join(("optimizer", *names))
 
             def replace_slot(new: object, number: int = number) -> None:
@@ -135,7 +137,7 @@ def replace_arrays(model: object, values: Sequence[object]) -> Any:
     return models.replace_arrays(model, values)
 
 
-class CompiledSteps:
+class CompiledTrainStateFunctions:
     """Compile and run the forward function, the gradients, and the training step of a `TrainState`.
 
     Args:

@@ -143,14 +143,14 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
 
     def forward(self, model: keras.Model, batch: object) -> object:
         """Return a model's inference outputs for a batch as numpy arrays."""
-        with get_backend(get_keras_backend_name()).use_comparable_draws_and_rows(model):
+        with get_backend(get_keras_backend_name()).match_draws_and_rows_temporarily(model):
             return keras.tree.map_structure(np.asarray, model.predict_on_batch(_get_batch_inputs(batch)))
 
     def gradients(self, model: keras.Model, batch: object) -> tuple[dict[str, float], dict[str, Any]]:
         """Return two dicts: from name to loss, and from path to the gradient that the model passes to its optimizer."""
         x, y, sample_weight = _convert_batch_to_tensors(batch)
         backend = get_backend(get_keras_backend_name())
-        with backend.use_comparable_draws_and_rows(model):
+        with backend.match_draws_and_rows_temporarily(model):
             losses, gradients = backend.compute_losses_and_gradients(model, x, y, sample_weight)
         paths = {id(f.variable): f.path for f in find_variables(model)}
         named = zip(model.trainable_variables, gradients, strict=True)
@@ -159,7 +159,7 @@ class KerasAdapter(KerasCheckpointAdapter, Adapter):
     def train_step(self, model: keras.Model, batch: object) -> dict[str, float]:
         """Run one training step of a compiled model on a batch, and return a dict of its scalar logs."""
         x, y, sample_weight = _convert_batch_to_tensors(batch)
-        with get_backend(get_keras_backend_name()).use_comparable_draws_and_rows(model):
+        with get_backend(get_keras_backend_name()).match_draws_and_rows_temporarily(model):
             return _convert_scalar_logs_to_floats(
                 model.train_on_batch(x, y, sample_weight=sample_weight, return_dict=True)
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.data_states import read_state, restore_state
+from layoutmap.adapters.data_states import read_data_state, restore_data_state
 
 
 class CheckpointCallback(keras.callbacks.Callback):
@@ -80,10 +80,10 @@ class CheckpointCallback(keras.callbacks.Callback):
             [2]
         """
         if self.step in self._states:
-            restore_state(self._data, self._states[self.step])
-        self._states = {self.step: read_state(self._data)}
+            restore_data_state(self._data, self._states[self.step])
+        self._states = {self.step: read_data_state(self._data)}
         for step, batch in enumerate(self._data, self.step + 1):
-            self._states[step] = read_state(self._data)
+            self._states[step] = read_data_state(self._data)
             yield batch
 
     def set_model(self, model: keras.Model) -> None:
@@ -100,7 +100,7 @@ class CheckpointCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         """Save the previous step if a save is due, because only now is it known that its epoch goes on."""
         if self._is_new and self._every_epochs is None:
-            self._save_step()
+            self._offer_step_to_manager()
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         """Count the batches trained since the last call. With `steps_per_execution`, there are several."""
@@ -114,9 +114,9 @@ class CheckpointCallback(keras.callbacks.Callback):
         """Save the last step of an epoch, with the epoch's metrics, if a save is due."""
         self.epoch, self.batch, self._num_before = epoch + 1, 0, 0
         if self._every_epochs is None:
-            self._save_step(metrics=logs)
+            self._offer_step_to_manager(metrics=logs)
         elif self.epoch % self._every_epochs == 0:
-            self._save_step(metrics=logs, force=True)
+            self._offer_step_to_manager(metrics=logs, force=True)
 
     def on_train_end(self, logs: object = None) -> None:
         """Wait for the last save."""
@@ -128,7 +128,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         if self._data is None:
             return found
         return found | {
-            "data": self._states[self.step] if self.step in self._states else read_state(self._data)
+            "data": self._states[self.step] if self.step in self._states else read_data_state(self._data)
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,9 +136,11 @@ class CheckpointCallback(keras.callbacks.Callback):
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
         if self._data is not None:
             self._states = {}
-            restore_state(self._data, state["data"])
+            restore_data_state(self._data, state["data"])
 
-    def _save_step(self, *, metrics: Mapping[str, float] | None = None, force: bool = False) -> None:
+    def _offer_step_to_manager(
+        self, *, metrics: Mapping[str, float] | None = None, force: bool = False
+    ) -> None:
         """Offer the current step to the manager, and stop `fit` if the process is being preempted."""
         self._is_new = False
         if self._manager.is_preempted:  # `fit` stops after this batch, and the epoch stays incomplete

@@ -209,7 +209,7 @@ def _collect_default_names(model: Any) -> DefaultNames:
 
 def check_layer_names(saved: DefaultNames, current: DefaultNames) -> None:
     """Raise if layers may differ from those saved under their paths. Both dicts are from `_collect_default_names`."""
-    if not _is_names_record(saved):
+    if not _is_default_names_mapping(saved):
         raise CheckpointError(
             "the checkpoint does not say which names its layers had",
             why="its metadata is damaged, or is not that of a Keras model",
@@ -239,7 +239,7 @@ def check_layer_names(saved: DefaultNames, current: DefaultNames) -> None:
         )
 
 
-def _is_names_record(value: object) -> bool:
+def _is_default_names_mapping(value: object) -> bool:
     """Return whether a value from a checkpoint has the form of `DefaultNames`."""
     return isinstance(value, Mapping) and all(
         isinstance(each, list | tuple) and len(each) == 2 and isinstance(each[0], str)

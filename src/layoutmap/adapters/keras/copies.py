@@ -23,7 +23,7 @@ from layoutmap.adapters.keras.private import CLONING, LOADING, H5IOStore
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.core.errors import LayoutMapWarning, ScopeError
 from layoutmap.core.users_line import find_user_stacklevel
-from layoutmap.engines.patches import AttributePatch, ClosingContext, Patches
+from layoutmap.engines.patches import AttributePatch, PatchGroup, SelfClosingContext
 
 _MARK = "layoutmap"  # this HDF5 attribute marks files of sharded models
 _INNER = frozenset(("copy", "jax", "keras", "pickle", "tensorflow", "torch"))
@@ -78,7 +78,7 @@ def wrap_save_to_mark_file(save: Callable[..., object], session: KerasSession) -
     return save_own_variables
 
 
-def make_load_warning_context() -> ClosingContext:
+def make_load_warning_context() -> SelfClosingContext:
     """Return a context in which loading the file of a sharded model outside a scope warns."""
     return _PATCHES.activate()
 
@@ -106,7 +106,7 @@ def _wrap_store_get_to_warn(original: Callable[..., object]) -> Callable[..., ob
 
 
 # Layers that are loaded from a file have no wrappers, so this patch must outlive the scope.
-_PATCHES = Patches([AttributePatch(H5IOStore, "get", _wrap_store_get_to_warn)])
+_PATCHES = PatchGroup([AttributePatch(H5IOStore, "get", _wrap_store_get_to_warn)])
 
 
 def warn_of_unsharded_layers(model: keras.Model, unsharded_layers: list[keras.Layer]) -> None:
@@ -121,7 +121,7 @@ def warn_of_unsharded_layers(model: keras.Model, unsharded_layers: list[keras.La
     )
 
 
-def make_mixed_model_error(model: keras.Model, step_name: str) -> ScopeError:
+def make_partly_sharded_model_error(model: keras.Model, step_name: str) -> ScopeError:
     """Return the error for running a step of a model that was created outside the scope of its sharded layers."""
     return ScopeError(
         f"{model.name}: {step_name} cannot run with sharded layers, because the model was created outside their scope",

@@ -33,7 +33,7 @@ _FLOAT8 = (
 
 
 @dataclass(frozen=True, slots=True)
-class Derivation:
+class WeightDerivation:
     """The parent weight of a derived variable, and how its axes correspond to the parent's."""
 
     parent: str  # name of the parent in the same layer; a variable that replaced its parent has the same name
@@ -42,9 +42,9 @@ class Derivation:
 
 
 # Rules rarely match derived variables, so these inherit from their parent axis by axis (decisions/0020).
-def find_derivations_by_variable_id(layers: Iterable[Any]) -> dict[int, Derivation]:
+def find_derivations_by_variable_id(layers: Iterable[Any]) -> dict[int, WeightDerivation]:
     """Return a dict from the id of each derived variable that is known in some layers to its derivation."""
-    found: dict[int, Derivation] = {}
+    found: dict[int, WeightDerivation] = {}
     for layer in layers:
         if not layer.built:
             continue
@@ -81,7 +81,7 @@ def find_reduced_slots(optimizer: object) -> Iterator[ReducedSlot]:
 
 
 # Pairs of a variable, which is None if missing, and its derivation.
-_Derived = Iterator[tuple[keras.Variable | None, Derivation]]
+_Derived = Iterator[tuple[keras.Variable | None, WeightDerivation]]
 
 
 def _get_own_variable(layer: object, name: str) -> Any:
@@ -94,8 +94,8 @@ def _iterate_lora_factors(layer: object, name: str, shape: tuple[int, ...]) -> _
     """Yield the LoRA factors of a weight with their derivations."""
     last = len(shape) - 1
     rest = tuple((axis,) for axis in range(last))
-    yield _get_own_variable(layer, f"lora_{name}_a"), Derivation(name, shape, (*rest, ()))
-    yield _get_own_variable(layer, f"lora_{name}_b"), Derivation(name, shape, ((), (last,)))
+    yield _get_own_variable(layer, f"lora_{name}_a"), WeightDerivation(name, shape, (*rest, ()))
+    yield _get_own_variable(layer, f"lora_{name}_b"), WeightDerivation(name, shape, ((), (last,)))
 
 
 def _iterate_quantized_variables(
@@ -107,15 +107,15 @@ def _iterate_quantized_variables(
         return
     if mode == "int4":
         for attribute in (f"_{name}", name):  # try both, because Keras versions differ
-            yield _get_own_variable(layer, attribute), Derivation(name, shape, table_axes)
-    yield _get_own_variable(layer, f"quantized_{name}"), Derivation(name, shape, table_axes)
+            yield _get_own_variable(layer, attribute), WeightDerivation(name, shape, table_axes)
+    yield _get_own_variable(layer, f"quantized_{name}"), WeightDerivation(name, shape, table_axes)
     for scale in (f"{name}_scale", f"{name}_zero"):
         variable = _get_own_variable(layer, scale)
         rank = 0 if variable is None else len(variable.shape)
-        yield variable, Derivation(name, shape, table_axes if rank == 2 else (kept_axes,) * rank)
+        yield variable, WeightDerivation(name, shape, table_axes if rank == 2 else (kept_axes,) * rank)
     (summed,) = (of for of in table_axes if of != kept_axes)
     for row in ("g_idx", "awq_scales"):
-        yield _get_own_variable(layer, row), Derivation(name, shape, (summed,))
+        yield _get_own_variable(layer, row), WeightDerivation(name, shape, (summed,))
 
 
 def _iterate_float8_scales(layer: keras.Layer, shape: tuple[int, ...]) -> _Derived:
@@ -125,7 +125,7 @@ def _iterate_float8_scales(layer: keras.Layer, shape: tuple[int, ...]) -> _Deriv
             variable = _get_own_variable(layer, name)
             yield (
                 variable,
-                Derivation("kernel", shape, ((),) * (0 if variable is None else len(variable.shape))),
+                WeightDerivation("kernel", shape, ((),) * (0 if variable is None else len(variable.shape))),
             )
 
 
@@ -163,7 +163,7 @@ def _iterate_derived_variables_of_einsum_dense(layer: keras.Layer) -> _Derived:
         columns = tuple(sorted(axis for of in axes for axis in of))
         rows = tuple(axis for axis in range(len(shape)) if axis not in columns)
         if mode == "int8":
-            yield _get_own_variable(layer, "kernel_scale"), Derivation("kernel", shape, axes)
+            yield _get_own_variable(layer, "kernel_scale"), WeightDerivation("kernel", shape, axes)
         else:
             yield from _iterate_quantized_variables(layer, "kernel", shape, (rows, columns), columns)
 

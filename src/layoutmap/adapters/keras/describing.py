@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.derived import (
-    Derivation,
     ReducedSlot,
+    WeightDerivation,
     find_derivations_by_variable_id,
     find_reduced_slots,
 )
@@ -30,7 +30,7 @@ from layoutmap.adapters.keras.training import find_slot_weights
 from layoutmap.adapters.keras.untracked import find_untracked_variables
 from layoutmap.core.match import KERAS
 from layoutmap.core.unsupported import UnsupportedFeature
-from layoutmap.core.variables import AxesUse, Kind, VariableSpec, make_unique_names
+from layoutmap.core.variables import AxisRoles, Kind, VariableSpec, make_unique_names
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
     unknown = [
         v for v in known if id(v) in slots and id(v) not in reduced and registry.find_slot_weight(v) is None
     ]
-    trained = _list_optimized_variables(optimizers) + [
+    trained = _list_variables_with_slots(optimizers) + [
         entry.variable for entry in entries if entry.spec.is_trained
     ]
     trained = list({id(variable): variable for variable in trained}.values())
@@ -109,7 +109,7 @@ def _sort_variables(registry: Registry, layers: Sequence[object], optimizers: Se
     return sorted(registry.list_variables(), key=lambda variable: position.get(id(variable), -1))
 
 
-def _list_optimized_variables(optimizers: Sequence[object]) -> list[Any]:
+def _list_variables_with_slots(optimizers: Sequence[object]) -> list[Any]:
     """Return the variables for which optimizers have slots, also frozen ones, in the order of the slots.
 
     An optimizer may also update variables of a framework, such as a `DVariable`. A plan does not list them.
@@ -182,7 +182,11 @@ def _describe_variables_in_layers(layers: Sequence[object]) -> Iterator[Describe
 
 
 def _describe_variables_in_layer(
-    layer: object, model: str, prefix: str, derivations: Mapping[int, Derivation], uses: Mapping[int, AxesUse]
+    layer: object,
+    model: str,
+    prefix: str,
+    derivations: Mapping[int, WeightDerivation],
+    uses: Mapping[int, AxisRoles],
 ) -> Iterator[DescribedVariable]:
     """Yield the variables in and below a layer. `derivations` and `uses` have ids of variables as keys."""
     for found in find_variables(layer):

@@ -19,7 +19,7 @@ import keras
 from layoutmap.adapters.current import get_current_session, warn_of_model_in_inner_task
 from layoutmap.adapters.keras.private import BaseOptimizer, CommonVariable, Layer, saving_lib
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.patches import AttributePatch, Patches, set_attribute_temporarily
+from layoutmap.engines.patches import AttributePatch, PatchGroup, set_attribute_temporarily
 
 
 def _wrap_variable_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -50,7 +50,7 @@ def _wrap_layer_new(static_method: Any) -> object:
         layer = original(cls, *args, **kwargs)
         session = get_current_session()
         if _is_keras_session(session):
-            session.record_layer(
+            session.record_and_wrap_layer(
                 layer, constructor_texts=[v for v in (*args, *kwargs.values()) if isinstance(v, str)]
             )
         elif session is not None:
@@ -113,7 +113,7 @@ def _wrap_optimizer_init(original: Callable[..., None]) -> Callable[..., None]:
     def init_optimizer(self: object, *args: object, **kwargs: object) -> None:
         session = get_current_session()
         if _is_keras_session(session):
-            session.record_optimizer(self)
+            session.record_and_wrap_optimizer(self)
         original(self, *args, **kwargs)
 
     return init_optimizer
@@ -135,7 +135,7 @@ def _is_keras_session(session: Any) -> bool:
 
 
 _being_constructed = threading.local()
-_PATCHES = Patches(
+_PATCHES = PatchGroup(
     [
         AttributePatch(CommonVariable, "__init__", _wrap_variable_init),
         AttributePatch(Layer, "__new__", _wrap_layer_new),
@@ -149,8 +149,8 @@ _PATCHES = Patches(
 
 
 @functools.cache
-def _make_disabling_patches(methods: tuple[tuple[object, str], ...]) -> Patches:
-    return Patches(AttributePatch(owner, name, _wrap_to_skip_in_scope) for owner, name in methods)
+def _make_disabling_patches(methods: tuple[tuple[object, str], ...]) -> PatchGroup:
+    return PatchGroup(AttributePatch(owner, name, _wrap_to_skip_in_scope) for owner, name in methods)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def shard_host_array(assignment: Assignment, value: Any) -> object:
     return engine.create_from_shards(held, lambda index: np.asarray(value[index]).astype(dtype, copy=False))
 
 
-def make_variable_shard_host_values(variable: object, assignment: Assignment) -> None:
+def install_host_value_sharding(variable: object, assignment: Assignment) -> None:
     """Make a variable take host arrays shard by shard when they are assigned, even after the scope."""
     # Keras has no hook for converting values, so set the method on the instance. A copy of the variable gets its own.
     variable.__dict__["_convert_to_tensor"] = functools.partial(_convert_assigned_value, variable, assignment)

@@ -20,8 +20,8 @@ from layoutmap.adapters.keras.initializers import (
 )
 from layoutmap.adapters.keras.loading import (
     check_value_shape,
+    install_host_value_sharding,
     is_host_array,
-    make_variable_shard_host_values,
     shard_host_array,
 )
 from layoutmap.adapters.keras.pending import is_pending, restore_variable_class
@@ -132,7 +132,7 @@ class Materializer:
         session, layout = self._session, assignment.layout
         value = session.engine.make_variable(array, name=variable.path, trainable=variable.trainable)
         keras_layout = session.backend.store_value(variable, value, assignment, session)
-        make_variable_shard_host_values(variable, assignment)
+        install_host_value_sharding(variable, assignment)
         variable.layout = layout
         self._session.registry.set_layout(variable, layout, keras_layout)
 

@@ -42,8 +42,8 @@ import keras
 import numpy as np
 
 from layoutmap.core.errors import LayoutMapError, ScopeError
-from layoutmap.engines.patches import ClosingContext
-from layoutmap.engines.tested import ImportErrorConverter, make_unsupported_error, warn_if_untested
+from layoutmap.engines.patches import SelfClosingContext
+from layoutmap.engines.tested import ImportErrorConverter, make_unsupported_release_error, warn_if_untested
 
 with ImportErrorConverter("keras", ScopeError):
     from keras.src.backend.common import global_state as keras_state
@@ -115,7 +115,9 @@ def check_private_names_exist(more_names: NamesByOwner = ()) -> None:
         if not any(name in vars(each) for each in _list_class_and_bases(owner))
     ]
     for owner, names in ATTRIBUTES:
-        used = {name for each in _list_class_and_bases(owner) for name in _iterate_names_in_methods(each)}
+        used = {
+            name for each in _list_class_and_bases(owner) for name in _iterate_names_used_in_methods(each)
+        }
         missing += [f"{owner.__name__}.{name}" for name in names if name not in used]
     if _PENDING_LIST not in register_uninitialized_variable.__code__.co_consts:
         missing.append(_PENDING_LIST)
@@ -134,7 +136,7 @@ def check_private_names_exist(more_names: NamesByOwner = ()) -> None:
     if _COUNTS not in uniquify.__code__.co_consts:
         missing.append(_COUNTS)
     if missing:
-        raise make_unsupported_error("keras", ", ".join(missing), ScopeError)
+        raise make_unsupported_release_error("keras", ", ".join(missing), ScopeError)
 
 
 def _list_class_and_bases(owner: object) -> list[Any]:
@@ -142,7 +144,7 @@ def _list_class_and_bases(owner: object) -> list[Any]:
     return [each for each in getattr(owner, "__mro__", (owner,)) if each is not object]
 
 
-def _iterate_names_in_methods(owner: type) -> Iterator[str]:
+def _iterate_names_used_in_methods(owner: type) -> Iterator[str]:
     """Yield the names that a class's original methods use, even if another library replaced a method."""
     for name, method in list(vars(owner).items()):
         code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
@@ -186,14 +188,14 @@ def strip_generated_number(name: str) -> str:
     return prefix if number.isdecimal() and 0 < int(number) < counts.get(prefix, 0) else name
 
 
-def count_generated_names() -> dict[str, int]:
+def count_generated_names_by_prefix() -> dict[str, int]:
     """Return a dict from prefix to the number of names with it that Keras has generated in this process."""
     return dict(global_state.get_global_attribute(_COUNTS) or {})
 
 
 def renumber_keras_path(path: str, counts_before: dict[str, int]) -> str:
-    """Return a path with generated numbers reduced by `counts_before` (see `count_generated_names`)."""
-    counts = count_generated_names()
+    """Return a path with generated numbers reduced by `counts_before` (see `count_generated_names_by_prefix`)."""
+    counts = count_generated_names_by_prefix()
 
     def renumber_name(name: str) -> str:
         prefix, _, number = name.rpartition("_")
@@ -205,7 +207,7 @@ def renumber_keras_path(path: str, counts_before: dict[str, int]) -> str:
     return "/".join(map(renumber_name, path.split("/")))
 
 
-class defer_values(ClosingContext):
+class defer_values(SelfClosingContext):
     """Make Keras create variables without values until the block ends."""
 
     def __init__(self) -> None:
@@ -223,7 +225,7 @@ class defer_values(ClosingContext):
         del global_state.get_global_attribute(_PENDING_LIST)[self._before :]
 
 
-class _CallAfterStatelessScope:
+class _StatelessScopeEndCallback:
     """Entry in Keras's list of variables to initialize that calls a function when the stateless scope ends."""
 
     def __init__(self, function: Callable[[], None]):
@@ -237,7 +239,7 @@ class _CallAfterStatelessScope:
             left = [
                 v
                 for v in global_state.get_global_attribute(_PENDING_LIST)
-                if not isinstance(v, _CallAfterStatelessScope)
+                if not isinstance(v, _StatelessScopeEndCallback)
             ]
             global_state.set_global_attribute(_PENDING_LIST, left)
             raise
@@ -246,8 +248,8 @@ class _CallAfterStatelessScope:
 def call_after_stateless_scope(function: Callable[[], None]) -> None:
     """Call a function once when Keras leaves the outermost stateless scope."""
     waiting = global_state.get_global_attribute(_PENDING_LIST, [], set_to_default=True)
-    if not any(isinstance(v, _CallAfterStatelessScope) and v.function == function for v in waiting):
-        waiting.append(_CallAfterStatelessScope(function))
+    if not any(isinstance(v, _StatelessScopeEndCallback) and v.function == function for v in waiting):
+        waiting.append(_StatelessScopeEndCallback(function))
 
 
 def get_global_seed_variable() -> Any:

@@ -27,7 +27,7 @@ from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines import get_engine
-from layoutmap.engines.patches import ClosingContext
+from layoutmap.engines.patches import SelfClosingContext
 from layoutmap.engines.protocol import Engine
 
 WrappedMethods = Mapping[str, Callable[..., object]]  # wrappers that replace methods of an instance, by name
@@ -62,7 +62,7 @@ class KerasSession(Protocol):
     registry: Registry  # layers, optimizers, and variables of the scope
     # Models that were created outside all scopes, contain layers of this scope, and have been checked already.
     checked_outer_models: weakref.WeakSet[object]
-    load_warning_context: ClosingContext  # entered when a model of the scope is saved to a file
+    load_warning_context: SelfClosingContext  # entered when a model of the scope is saved to a file
     gathering_level: int  # the gathering level that the backend needs so far, see `GatheringLevel`
     lock: threading.RLock  # held while weights are created, and by calls and steps on the mesh
 
@@ -156,7 +156,7 @@ class Backend(ABC):
         """Return a layer's output in a layout. Gradients flow through the conversion."""
         return session.engine.relayout(array, layout)
 
-    def track_new_values(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
+    def update_value_references(self, optimizers: Sequence[object], layers: Sequence[object]) -> None:
         """Make optimizers and layers use the new values of variables: update the keys and parameters for them."""
         return
 
@@ -189,7 +189,7 @@ class Backend(ABC):
         The gradients of a model with a `train_step` of its own are those that it passes to its optimizers, or `None`.
         """
 
-    def use_comparable_draws_and_rows(self, model: object) -> AbstractContextManager[object]:
+    def match_draws_and_rows_temporarily(self, model: object) -> AbstractContextManager[object]:
         """Make models that are compared use the same random numbers and rows until the block ends.
 
         Draws from the process's own generator, which is no variable of the model, depend here only on how often the

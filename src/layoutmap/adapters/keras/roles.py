@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 import keras
 
 from layoutmap.adapters.keras.paths import iterate_sublayers
-from layoutmap.core.variables import AxesUse
+from layoutmap.core.variables import AxisRoles
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
@@ -25,7 +25,7 @@ _HEAD_SIZES = ("head_dim", "key_value_dim")
 """Attributes with the size of a head, in attention layers that have all heads in one axis."""
 
 
-def find_weight_axis_roles(layers: Iterable[object]) -> dict[int, AxesUse]:
+def find_weight_axis_roles(layers: Iterable[object]) -> dict[int, AxisRoles]:
     """Return a dict from the id of a weight to the known roles of its axes in its layer's computation."""
     layers = list(layers)
     head_sizes = {
@@ -35,12 +35,12 @@ def find_weight_axis_roles(layers: Iterable[object]) -> dict[int, AxesUse]:
         for child in iterate_sublayers(layer)
         if isinstance(child, keras.layers.Dense)  # an EinsumDense has an axis for heads instead
     }
-    found: dict[int, AxesUse] = {}
+    found: dict[int, AxisRoles] = {}
     for layer in layers:
         for attribute, roles in _iterate_weight_roles(layer):
             variable = getattr(layer, attribute, None)
             if isinstance(variable, keras.Variable) and len(variable.shape) == len(roles):
-                found.setdefault(id(variable), AxesUse(roles, head_sizes.get(id(layer))))
+                found.setdefault(id(variable), AxisRoles(roles, head_sizes.get(id(layer))))
     return found
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import keras
 
-from layoutmap.adapters.current import active_session, is_session_active
+from layoutmap.adapters.current import activate_session, is_session_active
 from layoutmap.adapters.keras import private
 from layoutmap.adapters.keras.call_stack import (
     count_user_frames,
@@ -87,7 +87,7 @@ class Session(KerasSession):
         self._unfreed_ids: set[int] = set()  # ids of objects in no model that garbage collection did not free
         self._is_materializing = False
         self._failed = False
-        self._names_before = private.count_generated_names()
+        self._names_before = private.count_generated_names_by_prefix()
 
     @property
     def engine(self) -> Engine:
@@ -102,7 +102,7 @@ class Session(KerasSession):
         inside = self._is_scope_open
         if not inside:
             self.thread_state.opening_depth = count_user_frames()
-        with install_hooks_temporarily(self.backend.methods_disabled_in_scope), active_session(self):
+        with install_hooks_temporarily(self.backend.methods_disabled_in_scope), activate_session(self):
             yield
         if not inside:
             if private.in_stateless_scope() and self.backend.is_tracing():
@@ -110,7 +110,7 @@ class Session(KerasSession):
             else:
                 self.materialize_variables()
 
-    def record_layer(self, layer: object, *, constructor_texts: Iterable[str] | None = None) -> None:
+    def record_and_wrap_layer(self, layer: object, *, constructor_texts: Iterable[str] | None = None) -> None:
         """Record and wrap a layer. `constructor_texts` is None if the layer existed before the scope."""
         if constructor_texts is not None:
             # Another library's wrapper of `Layer.__new__` can make the hook run twice for one layer.
@@ -164,7 +164,7 @@ class Session(KerasSession):
         with self.lock, self._suspend_tracing_unless_planning():
             self._materializer.draw_seeds_of_earlier_variables(variable, self.initialize_pending_variable)
 
-    def record_optimizer(self, optimizer: object) -> None:
+    def record_and_wrap_optimizer(self, optimizer: object) -> None:
         """Wrap an optimizer that is being constructed in this scope."""
         wrap_optimizer(optimizer, self)
 
@@ -272,11 +272,11 @@ class Session(KerasSession):
         for variable in variables:
             if is_pending(variable) and private.is_global_seed_variable(variable):
                 self._materializer.initialize_variable_unsharded(variable)
-        self.backend.track_new_values(self.registry.list_optimizers(), self.registry.list_layers())
+        self.backend.update_value_references(self.registry.list_optimizers(), self.registry.list_layers())
 
     def _wrap_existing_layer(self, layer: object) -> None:
         """Wrap an existing layer. Drop a model's compiled steps, because they were made for unsharded weights."""
-        self.record_layer(layer)
+        self.record_and_wrap_layer(layer)
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
 
@@ -354,7 +354,7 @@ class Session(KerasSession):
                 return
             self.draw_seeds_of_earlier_variables(variable)
             entry = self._describe_variable(variable)
-            self._materializer.initialize_variables([(entry, self._find_assignment_ahead_of_plan(entry))])
+            self._materializer.initialize_variables([(entry, self._assign_layout_ahead_of_plan(entry))])
 
     def assign_to_pending_variable(self, variable: keras.Variable, value: Any) -> None:
         """Store a value in a pending variable without running its initializer. In a plan, only check its shape."""
@@ -368,7 +368,7 @@ class Session(KerasSession):
             entry = self._describe_variable(variable)
             self.raise_if_plan_only(entry.spec.path)
             self.draw_seeds_of_earlier_variables(variable)
-            self._materializer.assign_first_value(variable, self._find_assignment_ahead_of_plan(entry), value)
+            self._materializer.assign_first_value(variable, self._assign_layout_ahead_of_plan(entry), value)
 
     def assign_layouts_before_loading(self) -> None:
         """Assign layouts to pending variables before their values are assigned one by one from a file."""
@@ -384,7 +384,7 @@ class Session(KerasSession):
         with self.lock, self._suspend_tracing_unless_planning():
             return self._describe_variable(variable).spec.path
 
-    def _find_assignment_ahead_of_plan(self, entry: DescribedVariable) -> Assignment:
+    def _assign_layout_ahead_of_plan(self, entry: DescribedVariable) -> Assignment:
         """Return the layout of a variable that gets its value before the layouts of all variables are assigned."""
         return self._planned_ahead.get_entry(entry.variable) or self.context.assign_single_layout(
             self._rename_as_in_new_process(entry.spec)

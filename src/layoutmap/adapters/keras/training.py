@@ -20,7 +20,7 @@ from layoutmap.adapters.keras.protocol import KerasSession, read_global_value
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
 from layoutmap.engines.agreement import CallComparisonSchedule, check_same_batch, check_same_program
-from layoutmap.engines.patches import set_attribute_temporarily, wrap_in_context
+from layoutmap.engines.patches import set_attribute_temporarily, wrap_method_in_context
 
 
 def create_missing_variables(model: Any, inputs: object) -> None:
@@ -149,7 +149,7 @@ def make_step_factory_wrappers(
     return {**wrappers, **makes, **epochs}
 
 
-def wrap_fit(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+def wrap_fit_with_checks(fit: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Wrap `fit` to refuse unsupported callbacks, and to warn at the end if no batch could be sharded."""
 
     @functools.wraps(fit)
@@ -194,7 +194,7 @@ def _wrap_to_track_epochs(
 
     in_epochs = functools.partial(set_attribute_temporarily, schedule, "is_in_epochs", True)
     loops = {name: other_wrappers.get(name) or getattr(model, name) for name in ("fit", "evaluate")}
-    loops = {name: wrap_in_context(original, in_epochs) for name, original in loops.items()}
+    loops = {name: wrap_method_in_context(original, in_epochs) for name, original in loops.items()}
     return {"reset_metrics": reset_and_begin_epoch, **loops}
 
 
@@ -228,7 +228,7 @@ def place_batch(batch: object, session: KerasSession, can_place: Callable[[objec
     return keras.tree.map_structure(place_array, batch, none_is_leaf=True)
 
 
-def compare_between_processes(
+def compare_batch_between_processes(
     batch: object, session: KerasSession, schedule: CallComparisonSchedule | None = None
 ) -> bool:
     """Raise if the processes pass different batches. Return whether batches were compared in this call.
@@ -237,7 +237,7 @@ def compare_between_processes(
     """
     if not (session.context.spans_processes and session.context.options.check_batches):
         return False
-    if schedule is not None and not schedule.should_compare_next_call():
+    if schedule is not None and not schedule.count_call_and_check_due():
         return False
     leaves = [leaf for leaf in keras.tree.flatten(batch) if hasattr(leaf, "shape")]
     call = None if schedule is None else schedule.calls
@@ -268,7 +268,7 @@ def has_custom_train_step(model: keras.Model) -> bool:
     return type(model).train_step is not keras.Model.train_step
 
 
-def record_custom_train_step(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
+def run_custom_train_step_without_updates(model: keras.Model, batch: object) -> tuple[Any, list[Any]]:
     """Run a model's own `train_step`, but update no weight. Return its logs, and the gradients for its optimizers."""
     with record_gradients_instead_of_applying(model) as found:
         logs = model.train_step(batch)

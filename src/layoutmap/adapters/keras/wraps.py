@@ -25,7 +25,7 @@ import keras
 from layoutmap.adapters.keras.call_stack import find_running_step_name
 from layoutmap.adapters.keras.copies import (
     make_copy_method_wrappers,
-    make_mixed_model_error,
+    make_partly_sharded_model_error,
     warn_of_unsharded_layers,
     wrap_save_to_mark_file,
 )
@@ -35,8 +35,8 @@ from layoutmap.adapters.keras.paths import SESSION
 from layoutmap.adapters.keras.private import Functional, get_outermost_called_layer, in_symbolic_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.quantization import restore_layer_on_plan_error, unshard_own_weights_temporarily
-from layoutmap.adapters.keras.training import wrap_fit
-from layoutmap.engines.patches import wrap_in_context
+from layoutmap.adapters.keras.training import wrap_fit_with_checks
+from layoutmap.engines.patches import wrap_method_in_context
 
 CALLS = ("call", "quantized_call")
 """The methods that compute a layer's output. Quantized layers use the second one."""
@@ -50,16 +50,18 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
     if not _move_to_scope(layer, session):
         return
     undo = functools.partial(restore_layer_on_plan_error, layer, session)
-    wrappers = {"build": wrap_in_context(layer.build, session.defer_variables)}
+    wrappers = {"build": wrap_method_in_context(layer.build, session.defer_variables)}
     if hasattr(layer, "enable_lora"):
-        enable_lora = wrap_in_context(layer.enable_lora, session.defer_variables)
-        wrappers["enable_lora"] = wrap_in_context(enable_lora, undo)
+        enable_lora = wrap_method_in_context(layer.enable_lora, session.defer_variables)
+        wrappers["enable_lora"] = wrap_method_in_context(enable_lora, undo)
     if hasattr(layer, "quantize"):
         off_mesh = functools.partial(unshard_own_weights_temporarily, layer, session)
-        quantize = wrap_in_context(wrap_in_context(layer.quantize, session.defer_variables), off_mesh)
-        wrappers["quantize"] = wrap_in_context(quantize, undo)
+        quantize = wrap_method_in_context(
+            wrap_method_in_context(layer.quantize, session.defer_variables), off_mesh
+        )
+        wrappers["quantize"] = wrap_method_in_context(quantize, undo)
     wrappers["_maybe_build"] = _wrap_maybe_build(
-        layer, session, wrap_in_context(layer._maybe_build, session.defer_variables)
+        layer, session, wrap_method_in_context(layer._maybe_build, session.defer_variables)
     )
     wrappers["load_own_variables"] = make_load_own_variables_wrapper(layer, session)
     wrappers |= make_copy_method_wrappers(layer, session)
@@ -77,7 +79,7 @@ def wrap_layer(layer: Any, session: KerasSession) -> None:
             layer, lambda: map(get_session, layer._flatten_layers())
         )
         wrappers |= session.backend.make_training_method_wrappers(layer, session)
-        wrappers["fit"] = wrap_fit(wrappers.get("fit", layer.fit), session)
+        wrappers["fit"] = wrap_fit_with_checks(wrappers.get("fit", layer.fit), session)
     _replace_methods(layer, wrappers)
 
 
@@ -94,7 +96,7 @@ def wrap_optimizer(optimizer: Any, session: KerasSession) -> None:
             raise make_existing_object_error(each, plan_only=True)
     if _move_to_scope(optimizer, session):
         wrappers = {
-            "build": wrap_in_context(optimizer.build, session.defer_variables),
+            "build": wrap_method_in_context(optimizer.build, session.defer_variables),
             "load_own_variables": make_load_own_variables_wrapper(optimizer, session),
         }
         _replace_methods(
@@ -201,7 +203,7 @@ def _check_outer_model(outer_model: Any, session: KerasSession) -> None:
     ]
     has_mixed_layers = len({get_session(layer) is None for layer in trained}) > 1
     if step and (not refused[step] or has_mixed_layers):
-        raise make_mixed_model_error(outer_model, step)
+        raise make_partly_sharded_model_error(outer_model, step)
     if outer_model in session.checked_outer_models:
         return
     layers = outer_model._flatten_layers()

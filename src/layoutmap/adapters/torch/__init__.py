@@ -18,10 +18,10 @@ from layoutmap.adapters.protocol import Adapter, SavedOptimizer, ScopeContext, S
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.checkpoint_names import list_checkpoint_names
 from layoutmap.adapters.torch.checkpoints import (
-    get_renamed_optimizer_settings,
     list_optimizer_slots,
     list_stored_variables,
     read_optimizer_settings,
+    rename_paths_in_optimizer_settings,
     restore_optimizer_settings,
     restore_tensors,
 )
@@ -33,7 +33,7 @@ from layoutmap.adapters.torch.training import (
     MakeOptimizer,
     call_model,
     compute_loss,
-    convert_outputs,
+    convert_output_tensors,
     find_optimizer_class,
     get_or_make_optimizer,
     get_training_settings,
@@ -46,7 +46,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import VariableSpec
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
-from layoutmap.engines.torch.devices import convert_device_type, explain_why_padding_is_impossible
+from layoutmap.engines.torch.devices import convert_to_torch_device_type, explain_why_padding_is_impossible
 from layoutmap.engines.torch.element_types import to_torch
 from layoutmap.engines.torch.gather import find_fully_sharded_dims
 from layoutmap.engines.torch.modes import list_dispatch_modes
@@ -151,7 +151,7 @@ class TorchAdapter(Adapter):
 
     def build_model_on_one_device(self, make_model: Callable[[], torch.nn.Module], mesh: Mesh) -> object:
         """Build a model unsharded on the CPU, and move it to one device of the mesh's device type."""
-        return make_model().to(convert_device_type(str(mesh.device_type)))
+        return make_model().to(convert_to_torch_device_type(str(mesh.device_type)))
 
     def find_scope_context(self, model: torch.nn.Module) -> ScopeContext | None:
         """Return the context of the scope that sharded a model or a module in it, or None."""
@@ -176,7 +176,7 @@ class TorchAdapter(Adapter):
         model.eval()
         try:
             with torch.no_grad():
-                return convert_outputs(call_model(model, batch), _read_as_numpy)
+                return convert_output_tensors(call_model(model, batch), _read_as_numpy)
         finally:
             model.train(was_training)
 
@@ -204,7 +204,7 @@ class TorchAdapter(Adapter):
         """Add up the gradients of all backward passes of a batch, and return the last loss."""
         loss = float("nan")
         for _ in range(get_training_settings(model).num_passes):
-            with self._seed_next_pass(model):
+            with self._seed_by_pass_number_temporarily(model):
                 value = compute_loss(model, batch)
                 value.backward()  # pyright: ignore[reportUnknownMemberType]
             loss = value.item()
@@ -254,7 +254,7 @@ class TorchAdapter(Adapter):
         optimizer = optimizer or get_training_settings(model).optimizer
         if optimizer is not None and settings.get("optimizer"):
             restore_optimizer_settings(
-                model, optimizer, get_renamed_optimizer_settings(settings), settings.get("override", {})
+                model, optimizer, rename_paths_in_optimizer_settings(settings), settings.get("override", {})
             )
         random = settings["random"]
         random_states.restore_python_and_numpy_states(random)
@@ -264,7 +264,7 @@ class TorchAdapter(Adapter):
             torch.cuda.set_rng_state(torch.from_numpy(random["cuda"]))  # pyright: ignore[reportUnknownMemberType]
 
     @contextmanager
-    def _seed_next_pass(self, model: torch.nn.Module) -> Generator[None]:
+    def _seed_by_pass_number_temporarily(self, model: torch.nn.Module) -> Generator[None]:
         """Seed the block's random numbers by the number of passes so far, so that compared models draw alike."""
         training = get_training_settings(model)
         training.num_draws += 1

@@ -95,7 +95,7 @@ def _apply_to_dtensor(function: Function, tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         check_value_is_not_shard("an output", tensor)
         return extract_first_rank_tensor(tensor)
-    with simulation.simulate_mesh(tensor.device_mesh):
+    with simulation.simulate_ranks_of_mesh(tensor.device_mesh):
         return function(tensor)
 
 

@@ -53,7 +53,7 @@ def list_checkpoint_names(
         tensor = torch.empty(variable.shape, dtype=dtype, device="meta")
         paths[get_storage_key(tensor)] = variable.path, tensor
         meta_tensors |= dict.fromkeys((variable.path, *variable.aliases), tensor)
-    with _ReturnViewFromContiguous():
+    with _ContiguousViewMode():
         saved_tensors = _list_tensors_to_save(model, dict(meta_tensors))
     names: dict[str, list[tuple[str, str]]] = {each.variable.path: [] for each in stored}
     for name, tensor in saved_tensors.items():
@@ -106,7 +106,7 @@ def _list_tensors_to_save(model: Any, state: dict[str, Any]) -> Mapping[str, tor
     return revert(model, remove_tied(state, model))
 
 
-class _ReturnViewFromContiguous(TorchDispatchMode):
+class _ContiguousViewMode(TorchDispatchMode):
     """Make `contiguous` return the view itself, because its strides tell which part of the model's tensor it is."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

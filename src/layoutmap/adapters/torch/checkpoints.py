@@ -54,12 +54,12 @@ def list_stored_variables(
     tensors = [StoredVariable(_make_tensor_spec(each), each.tensor) for each in model_tensors]
     if optimizer is None:
         return tensors
-    parameters = _find_optimizer_parameters(_get_named_tensors(model_tensors), optimizer)
+    parameters = _find_optimizer_parameters(_iterate_named_tensors(model_tensors), optimizer)
     settings = None if saved is None else saved.settings.get("optimizer")
     if settings:
         assert saved is not None
         _check_settings_form(settings, saved)
-        settings = get_renamed_optimizer_settings(saved.settings)
+        settings = rename_paths_in_optimizer_settings(saved.settings)
         _check_settings_form(settings, saved)
         _check_settings_match_optimizer(optimizer, parameters, settings)
         _check_required_slots(settings, saved)
@@ -110,7 +110,7 @@ def restore_tensors(
     """Assign new values, in pairs of a path and an array, to tensors and slots. Create slots that are missing."""
     saved = list(_iterate_persistent_tensors(model))
     tensors = {each.path: each.tensor for each in saved}
-    named = _get_named_tensors(saved)
+    named = _iterate_named_tensors(saved)
     parameters = {} if optimizer is None else _find_optimizer_parameters(named, optimizer)
     with torch.no_grad():
         for path, array in arrays:
@@ -136,10 +136,16 @@ def read_optimizer_settings(
     """Return an optimizer's groups and state without parameters and tensor slots, or None without an optimizer."""
     if optimizer is None:
         return None
-    parameters = _find_optimizer_parameters(_get_named_tensors(_iterate_persistent_tensors(model)), optimizer)
+    parameters = _find_optimizer_parameters(
+        _iterate_named_tensors(_iterate_persistent_tensors(model)), optimizer
+    )
     paths = {id(parameter): path for path, parameter in parameters.items()}
     groups = [
-        {name: _convert_to_numpy(name, value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
+        {
+            name: _convert_setting_to_numpy(name, value)
+            for name, value in group.items()
+            if name not in _LOCAL_SETTINGS
+        }
         | {"params": [paths[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
@@ -147,17 +153,17 @@ def read_optimizer_settings(
     other: dict[object, object] = {}
     for key, values in optimizer.state.items():
         if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            other[key] = _convert_to_numpy(key, values)
+            other[key] = _convert_setting_to_numpy(key, values)
         else:
             state[paths[id(key)]] = {  # use paths, because ids and order differ when the state is loaded
-                name: _convert_to_numpy(name, value)
+                name: _convert_setting_to_numpy(name, value)
                 for name, value in values.items()
                 if not isinstance(value, torch.Tensor)
             }
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state, "other": other}
 
 
-def get_renamed_optimizer_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def rename_paths_in_optimizer_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the optimizer settings of a checkpoint, with saved paths of parameters replaced by those of the model."""
     new_paths, found = settings.get("renamed", {}), settings["optimizer"]
     groups = [
@@ -175,7 +181,9 @@ def restore_optimizer_settings(
     override: Mapping[str, object],
 ) -> None:
     """Restore the result of `read_optimizer_settings`. Values in `override` replace saved settings."""
-    parameters = _find_optimizer_parameters(_get_named_tensors(_iterate_persistent_tensors(model)), optimizer)
+    parameters = _find_optimizer_parameters(
+        _iterate_named_tensors(_iterate_persistent_tensors(model)), optimizer
+    )
     for group, group_index in zip(
         optimizer.param_groups, _match_saved_groups(optimizer, parameters, settings), strict=True
     ):
@@ -187,13 +195,13 @@ def restore_optimizer_settings(
                 if isinstance(old, torch.Tensor):
                     old.copy_(torch.as_tensor(value))
                 else:
-                    group[name] = _convert_to_torch(value)
+                    group[name] = _convert_setting_to_torch(value)
     for path, parameter in parameters.items():
         if path in settings["state"]:
-            optimizer.state[parameter].update(_convert_to_torch(settings["state"][path]))
+            optimizer.state[parameter].update(_convert_setting_to_torch(settings["state"][path]))
         else:
             optimizer.state.pop(parameter, None)
-    optimizer.state.update(_convert_to_torch(settings["other"]))
+    optimizer.state.update(_convert_setting_to_torch(settings["other"]))
 
 
 def _warn_of_replaced_settings(
@@ -211,7 +219,7 @@ def _warn_of_replaced_settings(
         for name in [n for n in saved if n in group and n not in (*_LOCAL_SETTINGS, *override)]:
             # A scheduler changes `lr`, so compare `initial_lr` if it exists.
             name_at_start = "initial_lr" if name == "lr" and "initial_lr" in saved else name
-            current = _convert_to_numpy(name, group.get(name_at_start, group[name]))
+            current = _convert_setting_to_numpy(name, group.get(name_at_start, group[name]))
             value = saved[name_at_start]
             is_cycled = name in ("betas", "momentum") and "max_momentum" in saved
             if not is_cycled and not _are_equal_settings(current, value):
@@ -254,7 +262,7 @@ def _check_settings_form(settings: Any, saved: SavedOptimizer) -> None:
         named = {f"optimizer.{path}.{name}" for path, values in settings["state"].items() for name in values}
         # Tensors are restored as slots, so no setting may have the name of a slot.
         is_valid = is_valid and named.isdisjoint(each.path for each in saved.slots)
-        _convert_to_torch(parts)
+        _convert_setting_to_torch(parts)
     except (LookupError, TypeError, AttributeError, ValueError):
         is_valid = False
     if not is_valid:
@@ -291,7 +299,7 @@ def _iterate_persistent_tensors(model: torch.nn.Module) -> Iterator[ModelTensor]
             yield each
 
 
-def _get_named_tensors(model_tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_named_tensors(model_tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((each.path, each.tensor) for each in model_tensors)
 
 
@@ -393,7 +401,7 @@ def _has_step_count_on_device(optimizer: torch.optim.Optimizer, parameter: torch
     return any(group.get("capturable") or group.get("fused") for group in groups)
 
 
-def _convert_to_numpy(name: object, value: object) -> object:
+def _convert_setting_to_numpy(name: object, value: object) -> object:
     """Return the setting `name` of an optimizer with each tensor in it replaced by a numpy array."""
     return tree_map(partial(_convert_leaf_to_numpy, name), value)
 
@@ -414,7 +422,7 @@ def _convert_leaf_to_numpy(name: object, value: object) -> object:
     return to_numpy(value) if isinstance(value, torch.Tensor) else value
 
 
-def _convert_to_torch(value: object) -> Any:
+def _convert_setting_to_torch(value: object) -> Any:
     """Return a setting with each numpy array in it replaced by a tensor."""
     return tree_map(lambda each: to_torch(each) if hasattr(each, "__array__") else each, value)
 

@@ -24,7 +24,7 @@ from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
 from layoutmap.adapters.torch.dynamo import (
     call_with_dynamo_compiler,
     find_unsupported_operator_message,
-    has_dynamic_shapes,
+    is_compiling_dynamic_shapes,
     needs_full_graph,
     nonstrict_trace,
 )
@@ -39,12 +39,18 @@ from layoutmap.adapters.torch.structure import ModuleStructure, find_changed_att
 from layoutmap.core.errors import LayoutMapWarning, ScopeError, format_message
 from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.backward import AutogradFunction, Ctx
+from layoutmap.engines.torch.backward import Ctx, TypedAutogradFunction
 from layoutmap.engines.torch.dtensor_ops import check_value_is_not_shard, has_shard
 from layoutmap.engines.torch.modes import skip_function_modes, suspend_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import replace_partial_placements
-from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, make_dtensor, replace_placements
+from layoutmap.engines.torch.specs import (
+    DTensorSpec,
+    copy_spec_with_placements,
+    get_local,
+    get_spec,
+    make_dtensor,
+)
 from layoutmap.engines.torch.storages import is_view_of_another
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -108,7 +114,7 @@ def make_compiler_from_dynamo(dynamo_compiler: Any) -> Compiler:
     Raises:
         ScopeError: The devices are simulated, or shapes would be dynamic.
     """
-    check_can_be_compiled(is_dynamic=has_dynamic_shapes())
+    check_can_be_compiled(is_dynamic=is_compiling_dynamic_shapes())
     compiled = partial(partial, call_with_dynamo_compiler, dynamo_compiler)
     return Compiler(id(dynamo_compiler), compiled, needs_full_graph(dynamo_compiler), dynamo_compiler)
 
@@ -199,11 +205,11 @@ def _attach_zero_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     positions = [n for n, each in enumerate(tensors) if each.requires_grad and isinstance(each, DTensor)]
     if len(positions) < 2 or not torch.is_grad_enabled():
         return tensors
-    zeroed = dict(zip(positions, _ZeroMissingGradients.apply(*(tensors[n] for n in positions)), strict=True))
+    zeroed = dict(zip(positions, _ZeroGradientFunction.apply(*(tensors[n] for n in positions)), strict=True))
     return [zeroed.get(n, each) for n, each in enumerate(tensors)]
 
 
-class _ZeroMissingGradients(AutogradFunction):
+class _ZeroGradientFunction(TypedAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.set_materialize_grads(False)  # otherwise torch creates zeros that are not DTensors
@@ -222,7 +228,9 @@ class _ZeroMissingGradients(AutogradFunction):
 def _make_zero_gradient(dtype: torch.dtype, shape: tuple[int, ...], spec: DTensorSpec) -> DTensor:
     """Return a zero gradient for a DTensor output that the loss does not depend on."""
     local = torch.zeros(shape, dtype=dtype, device=spec.mesh.device_type)
-    return make_dtensor(local, replace_placements(spec, replace_partial_placements(spec.placements), dtype))
+    return make_dtensor(
+        local, copy_spec_with_placements(spec, replace_partial_placements(spec.placements), dtype)
+    )
 
 
 def _run_current_call(tensors: list[torch.Tensor]) -> object:

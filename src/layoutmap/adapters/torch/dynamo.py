@@ -58,7 +58,7 @@ def needs_full_graph(compiler: object) -> bool:
     return bool(compiler)
 
 
-def has_dynamic_shapes() -> bool:
+def is_compiling_dynamic_shapes() -> bool:
     """Return whether the current compilation is for all shapes (`dynamic=True`)."""
     return not dynamo_config.assume_static_by_default
 

@@ -12,7 +12,7 @@ from layoutmap.engines.agreement import NamedText
 from layoutmap.engines.torch.modules import list_modules
 
 
-def iterate_module_texts(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[NamedText]:
+def iterate_module_descriptions(module: torch.nn.Module, forwards: Iterable[object]) -> Iterator[NamedText]:
     """Yield pairs of a name and a text for submodules, their settings, and the source of each `forward`."""
     yield "gradients", str(torch.is_grad_enabled())
     modules = list_modules(module)
@@ -31,7 +31,7 @@ def iterate_module_texts(module: torch.nn.Module, forwards: Iterable[object]) ->
             yield "forward", format_function_fingerprint(function)
 
 
-def iterate_optimizer_texts(optimizer: torch.optim.Optimizer) -> Iterator[NamedText]:
+def iterate_optimizer_descriptions(optimizer: torch.optim.Optimizer) -> Iterator[NamedText]:
     """Yield pairs of a name and a text that describe an optimizer: its class, and the settings of its groups."""
     kind = type(optimizer)
     yield "optimizer", kind.__qualname__

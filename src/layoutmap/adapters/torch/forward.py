@@ -25,7 +25,7 @@ from layoutmap.adapters.torch.compiled import (
     make_compiler_from_options,
 )
 from layoutmap.adapters.torch.dynamo import disable_dynamo_in_thread, restore_dynamo, skip_compiling
-from layoutmap.adapters.torch.fsdp_own import ModelCall
+from layoutmap.adapters.torch.fsdp_own import ModelCallState
 from layoutmap.adapters.torch.fsdp_units import WeightGroup, gather_weights_temporarily
 from layoutmap.adapters.torch.gradient_hooks import GradientHooks
 from layoutmap.adapters.torch.graph_errors import (
@@ -39,7 +39,7 @@ from layoutmap.adapters.torch.mesh_context import (
     reduce_partial_sums_early,
     thread_state,
 )
-from layoutmap.adapters.torch.module_results import ModuleResults
+from layoutmap.adapters.torch.module_results import ModuleResultRelayout
 from layoutmap.adapters.torch.own_rows import RowsOfThisProcess, has_own_rows_per_process
 from layoutmap.adapters.torch.process_checks import ProcessChecks
 from layoutmap.adapters.torch.slow_calls import SlowCallNotice
@@ -87,7 +87,7 @@ class ShardedForward:
         self.why_valueless = why_valueless
         parameters = module.named_parameters(recurse=False) if layouts else ()
         self.weights = {n: layouts[id(each)] for n, each in parameters if layouts and id(each) in layouts}
-        self._results = ModuleResults(module, path, context, layouts or {})
+        self._results = ModuleResultRelayout(module, path, context, layouts or {})
         self._gradient_hooks: GradientHooks | None = None
         self._process_checks = ProcessChecks(context)
         self._has_warned = False
@@ -110,7 +110,7 @@ class ShardedForward:
         """
         compiler = make_compiler_from_options(options)
         for each in self._list_gathering_forwards() or [self]:
-            each.compiled = CompiledModule(each, compiler, self._graphs, each.merge_weight_groups())
+            each.compiled = CompiledModule(each, compiler, self._graphs, each.make_merged_weight_group())
 
     def _list_gathering_forwards(self) -> list[ShardedForward]:
         """Return the outermost `ShardedForward`s, of this module or inside it, that have `frees_weights_after_call`."""
@@ -127,14 +127,14 @@ class ShardedForward:
         """Whether a call of the model gathers this module's weights when it reaches the module, and then frees them."""
         return self.group is not None and self.group.gathers_in_each_call and not self.group.is_outermost
 
-    def merge_weight_groups(self) -> WeightGroup | None:
+    def make_merged_weight_group(self) -> WeightGroup | None:
         """Return one group of weights for this module and its submodules, or None if submodules have no groups."""
         forwards = [each for each in self.list_forwards() if each is self or each.frees_weights_after_call]
         weight_groups = [each.group for each in forwards if each.group is not None]
         if forwards == [self] or not weight_groups:
             return None
         first = weight_groups[0]
-        call, is_kept = (ModelCall(), False) if first.is_outermost else (first.model_call, first.is_kept)
+        call, is_kept = (ModelCallState(), False) if first.is_outermost else (first.model_call, first.is_kept)
         weights = [weight for each in weight_groups for weight in each.weights]
         return WeightGroup(weights, call, first.policy, is_kept, first.is_outermost)
 
@@ -153,7 +153,7 @@ class ShardedForward:
             if outer.is_strict and blocks not in ([], [self]):
                 blocks = [self]
             for each in blocks or [self]:
-                compiled[each] = CompiledModule(each, outer, self._graphs, each.merge_weight_groups())
+                compiled[each] = CompiledModule(each, outer, self._graphs, each.make_merged_weight_group())
             self._compiled_by_caller[key] = compiled
         return self._compiled_by_caller[key]
 
@@ -188,16 +188,16 @@ class ShardedForward:
         """Call the module while Dynamo is off. If Dynamo was on, compiled modules use the compiler of the caller."""
         compiler = disable_dynamo_in_thread()
         if compiler is None:
-            return self._dispatch_call(args, kwargs)
+            return self._call_as_outer_or_inner_module(args, kwargs)
         try:
             with set_attribute_temporarily(
                 thread_state, "compiled", self._get_modules_compiled_with(compiler)
             ):
-                return self._dispatch_call(args, kwargs)
+                return self._call_as_outer_or_inner_module(args, kwargs)
         finally:
             restore_dynamo(compiler)
 
-    def _dispatch_call(self, args: Args, kwargs: Kwargs) -> object:
+    def _call_as_outer_or_inner_module(self, args: Args, kwargs: Kwargs) -> object:
         call = self._gather_and_compute if is_in_model_call() else self._call_on_mesh
         return call(args, kwargs)
 
@@ -222,7 +222,7 @@ class ShardedForward:
         own_rows = RowsOfThisProcess((args, kwargs), self.context) if takes_own_rows else None
         with (
             self._slow_calls.time_call(self.context.options.progress),
-            self._process_checks.compare_call(args, kwargs, own_rows),
+            self._process_checks.compare_call_between_processes(args, kwargs, own_rows),
             compute_on_mesh(self.context),
         ):
             if own_rows is not None:
@@ -252,7 +252,7 @@ class ShardedForward:
         """Return gradient hooks for a model that starts to train or has new submodules."""
         module = self._get_module()
         if self.context.spans_processes:
-            self._process_checks.check_unsharded_parameters(module)
+            self._process_checks.check_equal_unsharded_parameters(module)
         layouts = {
             id(each): (forward.path, forward.weights)
             for each in module.modules()
@@ -265,12 +265,14 @@ class ShardedForward:
         compiled = None if thread_state.is_recording else thread_state.compiled.get(self, self.compiled)
         group = self.group if compiled is None or compiled.group is None else compiled.group
         if group is None:
-            return self._compute_or_run_graph(compiled, args, kwargs)
+            return self._run_graph_or_python_forward(compiled, args, kwargs)
         args, kwargs = group.cast_inputs(args, kwargs)
         with gather_weights_temporarily(group, self.context, list_tensors((args, kwargs))):
-            return group.cast_output(self._compute_or_run_graph(compiled, args, kwargs))
+            return group.cast_output(self._run_graph_or_python_forward(compiled, args, kwargs))
 
-    def _compute_or_run_graph(self, compiled: CompiledModule | None, args: Args, kwargs: Kwargs) -> object:
+    def _run_graph_or_python_forward(
+        self, compiled: CompiledModule | None, args: Args, kwargs: Kwargs
+    ) -> object:
         if compiled is not None:
             return compiled(self._get_module(), args, kwargs)
         return self.run_python_forward(args, kwargs)

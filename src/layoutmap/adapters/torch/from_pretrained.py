@@ -23,7 +23,7 @@ import torch
 
 from layoutmap.adapters.current import get_current_session
 from layoutmap.core.errors import ScopeError, shorten_repr
-from layoutmap.engines.patches import AttributePatch, ClosingContext, Patches
+from layoutmap.engines.patches import AttributePatch, PatchGroup, SelfClosingContext
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.trees import is_sequence
 
@@ -34,10 +34,10 @@ _REFUSED = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantizat
 
 
 # transformers reads full tensors, so patch it to read only this process's shards (decisions/0096).
-class FromPretrainedPatches(ClosingContext):
-    """Patches for `from_pretrained` while a scope is open, or no patches if transformers is not imported."""
+class FromPretrainedPatches(SelfClosingContext):
+    """PatchGroup for `from_pretrained` while a scope is open, or no patches if transformers is not imported."""
 
-    _active_patches: ClosingContext | None = None
+    _active_patches: SelfClosingContext | None = None
 
     def open_context(self) -> None:
         """Apply the patches, and import transformers' model classes first so that all of them are patched."""
@@ -59,12 +59,12 @@ class FromPretrainedPatches(ClosingContext):
 
 
 @functools.cache
-def _make_transformers_patches() -> Patches:
+def _make_transformers_patches() -> PatchGroup:
     from transformers import PreTrainedModel, core_model_loading
 
     loading = AttributePatch(PreTrainedModel, "from_pretrained", _wrap_from_pretrained)
     has_name = hasattr(core_model_loading, "spawn_materialize")
-    return Patches(
+    return PatchGroup(
         [
             loading,
             *[AttributePatch(core_model_loading, "spawn_materialize", _wrap_spawn_materialize)] * has_name,
@@ -86,14 +86,16 @@ def _wrap_from_pretrained(original: Any) -> object:
         for name in _REFUSED:
             if options.get(name) is not None:
                 facts = {name: shorten_repr(options[name])}
-                raise _make_loading_error(
+                raise _make_from_pretrained_error(
                     f"{cls.__name__}.from_pretrained: {name}= cannot be used in a scope", facts
                 )
         _check_transformers_version(cls)
         loaded = original.__get__(None, cls)(*args, **options)  # bind the classmethod to the calling class
         model = loaded[0] if is_sequence(loaded) else loaded
         if getattr(model, "hf_quantizer", None) is not None:
-            raise _make_loading_error(f"{cls.__name__}.from_pretrained: the weights are quantized", {})
+            raise _make_from_pretrained_error(
+                f"{cls.__name__}.from_pretrained: the weights are quantized", {}
+            )
         return loaded
 
     return classmethod(from_pretrained)  # pyright: ignore[reportUnknownVariableType]
@@ -114,7 +116,7 @@ def _check_transformers_version(cls: type) -> None:
         )
 
 
-def _make_loading_error(subject: str, facts: dict[str, str]) -> ScopeError:
+def _make_from_pretrained_error(subject: str, facts: dict[str, str]) -> ScopeError:
     return ScopeError(
         subject,
         facts=facts,

@@ -17,14 +17,14 @@ from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass_id
 from layoutmap.engines.torch.dtensor_ops import record_copy
 from layoutmap.engines.torch.gather import (
-    CastDTensor,
+    CastDTensorFunction,
     GatheredTensors,
     can_gather_by_concatenation,
     format_weight_changed_message,
     save_tensors_as_references,
 )
 from layoutmap.engines.torch.modes import skip_function_modes
-from layoutmap.engines.torch.storages import get_version
+from layoutmap.engines.torch.storages import get_tensor_version
 from layoutmap.engines.torch.unseen import get_storage
 
 check_names_exist("torch", (torch.nn.RNNBase, "_flat_weights"))
@@ -55,14 +55,14 @@ class GatheredWeight:
         return f"{type(self.attribute.module).__name__}.{self.attribute.name}"
 
 
-class ModelCall:
+class ModelCallState:
     """Track whether a call of one model is running."""
 
     def __init__(self) -> None:
         self.is_running = False
 
-    def __deepcopy__(self, memo: dict[int, object]) -> ModelCall:
-        return ModelCall()
+    def __deepcopy__(self, memo: dict[int, object]) -> ModelCallState:
+        return ModelCallState()
 
     @contextmanager
     def mark_running_temporarily(self) -> Generator[None]:
@@ -105,11 +105,11 @@ class WeightGatherer:
         storages = [get_storage(tensor) for _, _, tensor in replaced]
         gathered_ids = () if self._is_kept else stored.gathered_ids  # kept weights need not be gathered again
         # The autograd graph keeps `gather_again`, which must not keep modules alive, so store names of weights only.
-        versions = [(weight.name, tensor, get_version(tensor)) for weight, tensor in weights]
+        versions = [(weight.name, tensor, get_tensor_version(tensor)) for weight, tensor in weights]
 
         def gather_again() -> list[DTensor]:
             for name, tensor, version in versions:
-                if get_version(tensor) != version:
+                if get_tensor_version(tensor) != version:
                     # torch raises this error for unsharded weights, so raise it for gathered ones, too.
                     raise RuntimeError(format_weight_changed_message(name, tuple(tensor.shape)))
             regathered = stored.gather_and_cast()
@@ -131,10 +131,10 @@ class WeightGatherer:
         key = get_backward_pass_id(), torch.is_grad_enabled(), stored.gathered_ids
         if self._gathered_in_backward[0] != key:
             self._gathered_in_backward = key, stored.gather_and_cast()
-            call_after_backward(self._free_backward_weights)
+            call_after_backward(self._free_weights_gathered_in_backward)
         return self._gathered_in_backward[1]
 
-    def _free_backward_weights(self) -> None:
+    def _free_weights_gathered_in_backward(self) -> None:
         self._gathered_in_backward = (), {}
 
 
@@ -203,7 +203,9 @@ class _StoredWeights:
                 strict=True,
             )
         for tensor in self._to_cast:
-            gathered[id(tensor)] = CastDTensor.apply(gathered.get(id(tensor), tensor), self._dtypes[0])
+            gathered[id(tensor)] = CastDTensorFunction.apply(
+                gathered.get(id(tensor), tensor), self._dtypes[0]
+            )
         return gathered
 
 

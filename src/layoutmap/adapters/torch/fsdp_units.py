@@ -25,7 +25,7 @@ from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch.boundary import map_tensors
 from layoutmap.adapters.torch.fsdp_own import (
     GatheredWeight,
-    ModelCall,
+    ModelCallState,
     WeightGatherer,
     swap_tensors_temporarily,
 )
@@ -58,7 +58,7 @@ class WeightGroup:
     """
 
     weights: list[GatheredWeight]
-    model_call: ModelCall
+    model_call: ModelCallState
     policy: Any = None
     is_kept: bool = False
     is_outermost: bool = False
@@ -130,7 +130,7 @@ def plan_weight_groups(
                 if block is None:
                     outer_weights.append(weight)
     blocks = {id(block) for _, block in modules if block is not None}
-    model_call, reshard = ModelCall(), context.options.own.fully_shard.get("reshard_after_forward")
+    model_call, reshard = ModelCallState(), context.options.own.fully_shard.get("reshard_after_forward")
     gatherings = {
         key: WeightGroup(weights, model_call, policy, reshard is False, False, key in blocks or not blocks)
         for key, weights in weights_by_module.items()

@@ -17,10 +17,10 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from layoutmap.adapters.protocol import ScopeContext
-from layoutmap.engines.patches import AttributePatch, Patches, set_attribute_temporarily
+from layoutmap.engines.patches import AttributePatch, PatchGroup, set_attribute_temporarily
 from layoutmap.engines.tested import check_names_exist, is_older_than
 from layoutmap.engines.torch.backward import get_backward_pass_id
-from layoutmap.engines.torch.dtensor_ops import ReduceProductsMode
+from layoutmap.engines.torch.dtensor_ops import ProductReductionMode
 from layoutmap.engines.torch.operators import Function
 
 # From torch 2.14 on, `checkpoint` calls the function with the suffix `_impl`, so patch that one.
@@ -71,7 +71,7 @@ def compute_on_mesh(context: ScopeContext) -> Generator[None]:
 @contextmanager
 def reduce_partial_sums_early(is_uneven: bool) -> Generator[None]:
     """Reduce partial sums immediately until the block ends, if the batch dim cannot split the batch evenly."""
-    reduction = ReduceProductsMode() if is_uneven else nullcontext()
+    reduction = ProductReductionMode() if is_uneven else nullcontext()
     with set_attribute_temporarily(thread_state, "is_uneven", is_uneven), reduction:
         yield
 
@@ -134,7 +134,7 @@ def _wrap_reentrant_checkpoint(original: Function) -> object:
     return CheckpointOnCurrentMesh
 
 
-_CHECKPOINTS = Patches(
+_CHECKPOINTS = PatchGroup(
     [
         AttributePatch(torch_checkpoint, _GENERATOR, _wrap_checkpoint_generator),
         AttributePatch(torch_checkpoint, "CheckpointFunction", _wrap_reentrant_checkpoint),

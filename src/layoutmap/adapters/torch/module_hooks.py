@@ -18,7 +18,7 @@ import torch.nn.modules.module
 from layoutmap.adapters.current import get_current_session, warn_of_model_in_inner_task
 from layoutmap.adapters.torch.paths import has_forward, is_keras_module
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.patches import AttributePatch, ClosingContext, ItemPatch, Patches
+from layoutmap.engines.patches import AttributePatch, ItemPatch, PatchGroup, SelfClosingContext
 from layoutmap.engines.tested import check_names_exist
 
 _torch_module: Any = torch.nn.modules.module  # untyped module of torch
@@ -30,7 +30,7 @@ check_names_exist(
 )
 
 
-def install_creation_hooks() -> ClosingContext:
+def install_creation_hooks() -> SelfClosingContext:
     """Return a context in which creation hooks are installed. Threads and nested scopes share them."""
     return _PATCHES.activate()
 
@@ -83,7 +83,7 @@ def _wrap_add_param_group(original: Callable[..., None]) -> Callable[..., None]:
     return add_param_group
 
 
-_PATCHES = Patches(
+_PATCHES = PatchGroup(
     [
         ItemPatch(_torch_module._global_module_registration_hooks, "layoutmap", _report_module_to_scope),
         ItemPatch(_torch_module._global_parameter_registration_hooks, "layoutmap", _report_or_reject_module),

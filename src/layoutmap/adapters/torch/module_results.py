@@ -13,7 +13,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines.torch.modes import skip_function_modes
 
 
-class ModuleResults:
+class ModuleResultRelayout:
     """Relayout one module's output, and buffers that its `forward` replaces.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.torch.compiled import check_can_be_compiled
-from layoutmap.adapters.torch.fingerprints import iterate_optimizer_texts
+from layoutmap.adapters.torch.fingerprints import iterate_optimizer_descriptions
 from layoutmap.adapters.torch.optimizer_state import check_slots_match_unsharded
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
@@ -93,7 +93,7 @@ def _check_optimizer_can_be_sharded(optimizer: torch.optim.Optimizer, parameter:
     layout = engine.get_layout(parameter)
     if layout is not None:
         gather = functools.partial(engine.gather_from_processes, mesh=layout.mesh)
-        check_same_program("optimizer.step", iterate_optimizer_texts(optimizer), gather)
+        check_same_program("optimizer.step", iterate_optimizer_descriptions(optimizer), gather)
         weights = (each for group in optimizer.param_groups for each in group["params"])
         unsharded = [(n, each) for n, each in enumerate(weights) if not isinstance(each, DTensor)]
         check_same_values(

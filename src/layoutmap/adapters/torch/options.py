@@ -58,15 +58,15 @@ class TorchOptions:
         check_option_names(values, "torch", cls.__slots__)
         # `None` means that an option is not set, so it keeps its default.
         result = cls(**{name: value for name, value in values.items() if value is not None})
-        _check_choice(
+        _check_option_value(
             "draws",
             result.draws,
             Draws,
             "this option decides which random numbers initialize weights and drop elements",
         )
         why = "this option decides how weights that are sharded over batch_dim are gathered"
-        _check_choice("gather", result.gather, Gather, why)
-        _check_choice(
+        _check_option_value("gather", result.gather, Gather, why)
+        _check_option_value(
             "rows", result.rows, Rows, "this option tells which rows of the batch each process passes"
         )
         if result.rows == "own" and options.batch_dim is None:
@@ -76,12 +76,12 @@ class TorchOptions:
                 fix="pass batch_dim=, the mesh dim over which rows are split, or leave rows out",
             )
         if result.fully_shard:
-            _check_fully_shard_use(result, options, spans_processes)
+            _check_fully_shard_is_used(result, options, spans_processes)
             _check_fully_shard_options(result.fully_shard)
         return result
 
 
-def _check_choice(name: str, value: str, choices: object, why: str) -> None:
+def _check_option_value(name: str, value: str, choices: object, why: str) -> None:
     allowed_values = get_args(choices)
     if value not in allowed_values:
         raise ScopeError(
@@ -92,7 +92,9 @@ def _check_choice(name: str, value: str, choices: object, why: str) -> None:
         )
 
 
-def _check_fully_shard_use(torch_options: TorchOptions, options: ScopeOptions, spans_processes: bool) -> None:
+def _check_fully_shard_is_used(
+    torch_options: TorchOptions, options: ScopeOptions, spans_processes: bool
+) -> None:
     """Raise if options of `fully_shard` are not a mapping, or if it gathers no weights and so ignores them."""
     if not isinstance(torch_options.fully_shard, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ScopeError(

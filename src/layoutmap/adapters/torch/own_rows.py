@@ -19,8 +19,8 @@ from layoutmap.adapters.torch.boundary import list_tensors, map_tensors, unshard
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError, join_names
 from layoutmap.core.specs import count_batch_shards, list_batch_dims
-from layoutmap.engines.agreement import gather_texts, make_process_facts
-from layoutmap.engines.torch.backward import AutogradFunction, Ctx
+from layoutmap.engines.agreement import gather_texts, map_process_names_to_texts
+from layoutmap.engines.torch.backward import Ctx, TypedAutogradFunction
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.placing import make_dtensor_from_shards, redistribute_if_needed
 from layoutmap.engines.torch.specs import get_local
@@ -71,7 +71,7 @@ class RowsOfThisProcess:
         self.num_rows = next((int(each.shape[0]) for each in self._tensors if each.ndim), 0)
 
     # A process with fewer rows would send smaller shards than others expect, so compare the row counts in each call.
-    def check_rows(self, *, compare_values: bool) -> None:
+    def check_rows_of_processes(self, *, compare_values: bool) -> None:
         """Raise if the processes pass different numbers or shapes of rows. If `compare_values`, also compare values.
 
         Arguments without rows and rows of one shard must be equal, and the rows of all shards must not be equal.
@@ -80,7 +80,7 @@ class RowsOfThisProcess:
             compare_values: Whether values are compared, too.
         """
         gather, to_numpy = self._context.gather_from_processes, self._context.engine.to_numpy
-        shapes = str([tuple(each.shape) for each in self._tensors if self._has_rows(each)])
+        shapes = str([tuple(each.shape) for each in self._tensors if self._has_batch_rows(each)])
         found = gather(np.array([self.num_rows, zlib.crc32(shapes.encode())], np.int64))
         counts = found[:, 0].tolist()
         if len(set(counts)) > 1:
@@ -92,25 +92,25 @@ class RowsOfThisProcess:
         if len(set(found[:, 1].tolist())) > 1:
             raise ScopeError(
                 "the processes pass rows of different lengths",
-                facts=make_process_facts(gather_texts(f"tensors of {shapes[1:-1]}", gather)),
+                facts=map_process_names_to_texts(gather_texts(f"tensors of {shapes[1:-1]}", gather)),
                 why='with rows="own", the rows of all processes form one batch, whose rows must have one length',
                 fix='pad all rows to one length, as with padding="max_length" of a tokenizer',
             )
         if not compare_values:
             return
-        others = [to_numpy(each) for each in self._tensors if not self._has_rows(each)]
+        others = [to_numpy(each) for each in self._tensors if not self._has_batch_rows(each)]
         texts = gather_texts(
             f"{self._scalars}, {len(others)} tensors, checksum {compute_checksum(*others):08x}", gather
         )
         if len(set(texts)) > 1:
             raise ScopeError(
                 "the processes pass different values of an argument that has no rows",
-                facts=make_process_facts(texts) | {"rows": self.num_rows},
+                facts=map_process_names_to_texts(texts) | {"rows": self.num_rows},
                 why=f"a tensor counts as rows if its first axis has {self.num_rows} elements, like that of the "
                 "first tensor; all other arguments must be equal in all processes",
                 fix="pass one value in all processes, such as the number of tokens in all of their rows",
             )
-        rows = [to_numpy(each) for each in self._tensors if self._has_rows(each)]
+        rows = [to_numpy(each) for each in self._tensors if self._has_batch_rows(each)]
         local = np.array([find_row_shard_index(self._context), compute_checksum(*rows)], np.int64)
         self._check_rows_by_shard(gather(local).tolist())
 
@@ -119,7 +119,9 @@ class RowsOfThisProcess:
         by_shard: dict[int, set[int]] = {}
         for shard_index, checksum in row_checksums:
             by_shard.setdefault(shard_index, set()).add(checksum)
-        facts = make_process_facts([f"rows {n}, checksum {checksum:08x}" for n, checksum in row_checksums])
+        facts = map_process_names_to_texts(
+            [f"rows {n}, checksum {checksum:08x}" for n, checksum in row_checksums]
+        )
         if any(len(checksums) > 1 for checksums in by_shard.values()):
             raise ScopeError(
                 "processes that compute the same rows pass different rows",
@@ -135,7 +137,7 @@ class RowsOfThisProcess:
                 fix='leave rows="own" out if every process passes the global batch, else use a DistributedSampler',
             )
 
-    def _has_rows(self, tensor: torch.Tensor, num_shards: int = 1) -> bool:
+    def _has_batch_rows(self, tensor: torch.Tensor, num_shards: int = 1) -> bool:
         return tensor.ndim > 0 and tensor.shape[0] == self.num_rows * num_shards > 0
 
     def _find_batch_placements(self, shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -147,7 +149,7 @@ class RowsOfThisProcess:
         mesh = self._context.engine.make_native_layout(self._context.policy.make_replicated_layout(0), 0)[0]
 
         def shard_rows(tensor: torch.Tensor) -> object:
-            if isinstance(tensor, DTensor) or not self._has_rows(tensor):
+            if isinstance(tensor, DTensor) or not self._has_batch_rows(tensor):
                 return tensor
             shape = (self.num_rows * self._num_shards, *tensor.shape[1:])
             return make_dtensor_from_shards(tensor, mesh, self._find_batch_placements(shape))
@@ -167,7 +169,7 @@ class RowsOfThisProcess:
                 for actual, expected in zip(tensor.placements, batch, strict=True)
                 if expected.is_shard()
             )
-            if not is_sharded and not self._has_rows(tensor, self._num_shards):
+            if not is_sharded and not self._has_batch_rows(tensor, self._num_shards):
                 return unshard_tensors(tensor)
             rows = get_local(redistribute_if_needed(cast(DTensor, tensor.detach()), batch))
             return _RowsOfThisProcessWithoutBackward.apply(tensor, rows) if tensor.requires_grad else rows
@@ -175,7 +177,7 @@ class RowsOfThisProcess:
         return map_tensors(extract_output_for_own_rows, values)
 
 
-class _RowsOfThisProcessWithoutBackward(AutogradFunction):
+class _RowsOfThisProcessWithoutBackward(TypedAutogradFunction):
     """Return one process's rows, and raise in backward, because a loss of these rows lacks all other rows."""
 
     @staticmethod

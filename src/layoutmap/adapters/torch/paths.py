@@ -142,7 +142,7 @@ def _find_user_class(cls: type) -> type:
     return cls.__bases__[-1] if is_fsdp_class else cls
 
 
-def list_lazy_layers(root: torch.nn.Module) -> list[str]:
+def list_lazy_layer_paths(root: torch.nn.Module) -> list[str]:
     """Return the paths of the modules that create weights in their first call."""
     return [
         name or type(root).__name__

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.core.blocks import Index, NumpyArray, get_slice_ends
+from layoutmap.core.blocks import Index, NumpyArray, get_starts_and_stops
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.folders import make_hidden_path, open_hidden_folder
 from layoutmap.core.layout import Layout
@@ -59,7 +59,7 @@ def _capture_saved_files() -> Generator[list[tuple[str, dict[str, DTensor]]]]:
         _files.reset(token)
 
 
-class _TensorOffset(NamedTuple):
+class _TensorFilePosition(NamedTuple):
     """The name of a sharded tensor in the state dict, the file for its values, and the byte where they start."""
 
     name: str
@@ -110,7 +110,7 @@ def save_model_in_parallel(
     hidden = make_hidden_path(target, tokens[0])
     with ExitStack() as end:
 
-        def write_folder() -> list[_TensorOffset] | None:
+        def write_folder() -> list[_TensorFilePosition] | None:
             return _write_files_without_sharded_values(
                 save, end.enter_context(open_hidden_folder(target, own_token)), target, tensors, layouts
             )
@@ -119,7 +119,7 @@ def save_model_in_parallel(
         received_plan = json.loads(gather_texts(json.dumps(plan), gather)[0])
         if received_plan is None:
             return False
-        offsets = [_TensorOffset(*each) for each in received_plan]
+        offsets = [_TensorFilePosition(*each) for each in received_plan]
         call_and_share_errors(lambda: _write_shards(hidden, offsets, tensors, layouts), gather, "save")
 
         def publish_files() -> None:
@@ -132,7 +132,7 @@ def save_model_in_parallel(
 
 def _write_files_without_sharded_values(
     save: Function, folder: Path, target: Path, tensors: Mapping[str, Any], layouts: Mapping[str, Layout]
-) -> list[_TensorOffset] | None:
+) -> list[_TensorFilePosition] | None:
     """Write files without sharded values, and return where these belong, or None if `save` changes tensors."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(
@@ -167,7 +167,7 @@ def _write_files_without_sharded_values(
 
 def _write_file_without_sharded_values(
     folder: Path, file: str, tensors: Mapping[str, torch.Tensor], names_by_placeholder_id: Mapping[int, str]
-) -> list[_TensorOffset]:
+) -> list[_TensorFilePosition]:
     """Write a file of the final size with its header and unsharded values. Return where its sharded values belong."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -183,14 +183,14 @@ def _write_file_without_sharded_values(
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # align the values, as the format requires
-    offsets: list[_TensorOffset] = []
+    offsets: list[_TensorFilePosition] = []
     with open(folder / file, "xb") as sink:
         sink.write(len(text).to_bytes(8, "little") + text)
         data_start = sink.tell()
         for name, tensor in ordered:
             start = data_start + entries[name]["data_offsets"][0]
             if tensor.is_meta:
-                offsets.append(_TensorOffset(names_by_placeholder_id[id(tensor)], file, start))
+                offsets.append(_TensorFilePosition(names_by_placeholder_id[id(tensor)], file, start))
             else:
                 sink.seek(start)
                 sink.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -208,7 +208,7 @@ def _find_safetensors_dtype_name(dtype: torch.dtype) -> str:
 
 def _write_shards(
     folder: Path,
-    offsets: Sequence[_TensorOffset],
+    offsets: Sequence[_TensorFilePosition],
     tensors: Mapping[str, torch.Tensor],
     layouts: Mapping[str, Layout],
 ) -> None:
@@ -240,13 +240,13 @@ def _iterate_shards_to_write(
     engine = get_engine("torch")
     holders: dict[object, list[int]] = {}
     for device in range(layout.mesh.size):
-        holders.setdefault(get_slice_ends(layout.shard_slices(tensor.shape, device)), []).append(device)
+        holders.setdefault(get_starts_and_stops(layout.shard_slices(tensor.shape, device)), []).append(device)
     local_devices = set(engine.bind_mesh(layout.mesh).local_device_ids)
     # Processes with equal shards take turns, which spreads the writes.
     writers = {ends: devices[turn % len(devices)] for ends, devices in holders.items()}
     if local_devices.intersection(writers.values()):
         for index, values in engine.iterate_shards(tensor, copy=False):
-            if writers[get_slice_ends(index)] in local_devices:
+            if writers[get_starts_and_stops(index)] in local_devices:
                 yield index, values
 
 

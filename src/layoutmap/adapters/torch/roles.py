@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from layoutmap.adapters.torch.paths import ModelTensor
-from layoutmap.core.variables import AxesUse
+from layoutmap.core.variables import AxisRoles
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """Names that attention modules of transformers have for the size of a head."""
@@ -25,11 +25,11 @@ def find_head_sizes_by_module_id(root: torch.nn.Module) -> dict[int, int]:
     return sizes_by_module_id
 
 
-def find_axis_use(model_tensor: ModelTensor, head_sizes: dict[int, int]) -> AxesUse | None:
+def find_axis_roles_and_head_size(model_tensor: ModelTensor, head_sizes: dict[int, int]) -> AxisRoles | None:
     """Return the roles of a parameter's axes in the first module that stores it, or None if they are unknown."""
     attribute = model_tensor.attributes[0]
     roles = find_axis_roles(attribute.module, attribute.name)
-    return AxesUse(roles, head_sizes.get(id(attribute.module))) if roles else None
+    return AxisRoles(roles, head_sizes.get(id(attribute.module))) if roles else None
 
 
 def find_axis_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:

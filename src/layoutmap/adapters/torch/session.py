@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from layoutmap.adapters.current import active_session, get_current_session, is_session_active
+from layoutmap.adapters.current import activate_session, get_current_session, is_session_active
 from layoutmap.adapters.protocol import ScopeContext
 from layoutmap.adapters.torch import module_hooks
 from layoutmap.adapters.torch.forward import ShardedForward, find_forward
@@ -34,11 +34,11 @@ from layoutmap.adapters.torch.paths import (
     find_root_modules,
     is_keras_module,
     iterate_descendants,
-    list_lazy_layers,
+    list_lazy_layer_paths,
     list_model_tensors,
     make_model_names,
 )
-from layoutmap.adapters.torch.roles import find_axis_use, find_head_sizes_by_module_id
+from layoutmap.adapters.torch.roles import find_axis_roles_and_head_size, find_head_sizes_by_module_id
 from layoutmap.adapters.torch.swap import (
     copy_user_attributes,
     replace_tensors_in_module,
@@ -54,7 +54,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_same_values
-from layoutmap.engines.patches import ClosingContext
+from layoutmap.engines.patches import SelfClosingContext
 from layoutmap.engines.torch.deferred_init import FakeTensor, Tape
 from layoutmap.engines.torch.element_types import format_dtype
 from layoutmap.engines.torch.modules import get_parameters_and_buffers
@@ -96,7 +96,7 @@ def describe_tensors(
                     parent,
                     axes,
                     model=name,
-                    use=find_axis_use(model_tensor, sizes),
+                    use=find_axis_roles_and_head_size(model_tensor, sizes),
                     trainable=model_tensor.is_buffer or tensor.requires_grad,
                 ),
             )
@@ -142,7 +142,7 @@ class TorchSession:
             with (
                 module_hooks.install_creation_hooks(),
                 self.patches,
-                active_session(self),
+                activate_session(self),
                 _TapeRecording(self),
             ):
                 yield
@@ -218,7 +218,7 @@ class TorchSession:
 
     def _shard_models(self, roots: Sequence[torch.nn.Module], *, is_new: bool) -> None:
         """Choose layouts, and give the models sharded tensors. For a plan, mark the models as valueless instead."""
-        self._unbuilt = [path for root in roots for path in list_lazy_layers(root)]
+        self._unbuilt = [path for root in roots for path in list_lazy_layer_paths(root)]
         if self._unbuilt and not self.context.plan_only:
             self._raise_lazy_layers_error(roots)
         entries = list(describe_tensors(roots, skips_dtensors=is_new))
@@ -298,7 +298,7 @@ class TorchSession:
             for attribute in entry.source.attributes:
                 attribute.set_tensor(replaced[id(entry.source.tensor)])
         layouts = {id(replaced[id(e.source.tensor)]): layout for e, _, layout in sharded}
-        self._replace_references(roots, replaced, layouts)
+        self._replace_other_tensor_references(roots, replaced, layouts)
         for entry, _, _ in sharded:
             # An optimizer may still reference the replaced tensor, so record it: a step then raises.
             record_replaced_tensor(entry.source.tensor, entry.spec.path)
@@ -339,7 +339,7 @@ class TorchSession:
             new.grad = self.context.engine.relayout(old.grad, layout, pad=True)
         return new
 
-    def _replace_references(
+    def _replace_other_tensor_references(
         self, roots: Sequence[torch.nn.Module], replacements: dict[int, Any], layouts: Mapping[int, Layout]
     ) -> None:
         """Replace the tensors that modules and optimizers reference outside of parameters and buffers."""
@@ -412,7 +412,7 @@ class TorchSession:
         """Do nothing, since a torch model has its weights once it is built."""
 
 
-class _TapeRecording(ClosingContext):
+class _TapeRecording(SelfClosingContext):
     """Context in which a session's tape records new tensors."""
 
     def __init__(self, session: TorchSession):

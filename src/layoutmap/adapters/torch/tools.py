@@ -62,7 +62,7 @@ def patch_training_libraries() -> None:
     install_patches(_PATCH_ON_IMPORT)
 
 
-class _PatchOnImport(MetaPathFinder):
+class _ImportPatcher(MetaPathFinder):
     """Patch libraries that are imported only after a model is sharded, such as `transformers.Trainer`."""
 
     def install(self) -> None:
@@ -95,7 +95,7 @@ class _PatchOnImport(MetaPathFinder):
         return spec
 
 
-_PATCH_ON_IMPORT = _PatchOnImport()
+_PATCH_ON_IMPORT = _ImportPatcher()
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def _list_patches_of_module(module_name: str) -> tuple[AttributePatch, ...]:
     return tuple(_TOOLS[module_name]())
 
 
-def _gather_or_raise(library: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gather_simulated_tensors(library: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Unshard tensors of simulated devices on the CPU. Raise a ScopeError if one is sharded over processes."""
     name = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
     if name is not None and not simulation.is_simulated():
@@ -207,7 +207,9 @@ def _iterate_safetensors_patches() -> Iterator[AttributePatch]:
     def wrap_flatten_as_ptr(original: Function) -> Function:
         def flatten_as_ptr(tensors: Sequence[torch.Tensor], *args: object) -> object:
             is_mapping = isinstance(tensors, Mapping)
-            return original(_gather_or_raise("safetensors", tensors) if is_mapping else tensors, *args)
+            return original(
+                _gather_simulated_tensors("safetensors", tensors) if is_mapping else tensors, *args
+            )
 
         return flatten_as_ptr
 

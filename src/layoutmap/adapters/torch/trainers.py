@@ -142,7 +142,7 @@ def _is_sharded_over_processes(model: object) -> bool:
     return _find_multiprocess_scope(model) is not None
 
 
-class _SingleProcessPatch:
+class _OneProcessCountPatch:
     """Patch that makes accelerate count the processes of a sharded model as one process.
 
     Attributes:
@@ -177,7 +177,7 @@ class _SingleProcessPatch:
         self._original_states.clear()
 
 
-_SINGLE_PROCESS = _SingleProcessPatch()
+_SINGLE_PROCESS = _OneProcessCountPatch()
 
 
 # A sharded model takes the global batch in each process, so accelerate must not split batches (decisions/0215). But if
@@ -256,13 +256,13 @@ def iterate_trainer_patches() -> Iterator[AttributePatch]:
     yield from make_patch_if_present(Trainer, "_save_checkpoint", wrap_save_checkpoint)
 
 
-def iterate_lightning_patches(strategies: str) -> Iterator[AttributePatch]:
+def iterate_lightning_patches(strategies_package: str) -> Iterator[AttributePatch]:
     """Yield the patches with which Lightning trains and saves a model that several processes share.
 
     The class for one device trains a sharded model in all processes. The first of them writes checkpoints, with plain
     tensors that all gather.
     """
-    strategy = importlib.import_module(f"{strategies}.single_device").SingleDeviceStrategy
+    strategy = importlib.import_module(f"{strategies_package}.single_device").SingleDeviceStrategy
 
     def has_shared_model(self: Any) -> bool:
         return _is_sharded_over_processes(self.lightning_module)
@@ -302,7 +302,7 @@ def iterate_lightning_patches(strategies: str) -> Iterator[AttributePatch]:
         return broadcast
 
     # A file that one process has just written may be missing for another, so all follow the decision of process 0.
-    def wrap_boolean_decision(original: Function) -> Function:
+    def wrap_reduce_boolean_decision(original: Function) -> Function:
         def reduce_boolean_decision(self: Any, decision: bool, *args: object, **options: object) -> object:
             return self.broadcast(original(self, decision, *args, **options))
 
@@ -312,4 +312,4 @@ def iterate_lightning_patches(strategies: str) -> Iterator[AttributePatch]:
     yield from make_patch_if_present(strategy, "remove_checkpoint", wrap_remove_checkpoint)
     yield from make_patch_if_present(strategy, "barrier", wrap_barrier)
     yield from make_patch_if_present(strategy, "broadcast", wrap_broadcast)
-    yield from make_patch_if_present(strategy, "reduce_boolean_decision", wrap_boolean_decision)
+    yield from make_patch_if_present(strategy, "reduce_boolean_decision", wrap_reduce_boolean_decision)

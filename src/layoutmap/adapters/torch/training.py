@@ -165,18 +165,18 @@ def find_optimizer_class(name: str) -> MakeOptimizer:
     return optimizer_classes[name.lower()]
 
 
-def convert_outputs(output: object, convert_tensor: Callable[[Any], object]) -> object:
+def convert_output_tensors(output: object, convert_tensor: Callable[[Any], object]) -> object:
     """Convert all tensors in a model's nested outputs with `convert_tensor`, and leave out all other values."""
     if isinstance(output, torch.Tensor):
         return convert_tensor(output)
     if is_mapping(output):
         return {
-            name: convert_outputs(value, convert_tensor)
+            name: convert_output_tensors(value, convert_tensor)
             for name, value in output.items()
             if list_tensors(value)
         }
     if is_sequence(output):
-        return [convert_outputs(value, convert_tensor) for value in output if list_tensors(value)]
+        return [convert_output_tensors(value, convert_tensor) for value in output if list_tensors(value)]
     return [convert_tensor(tensor) for tensor in list_tensors(output)]
 
 

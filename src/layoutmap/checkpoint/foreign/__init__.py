@@ -11,10 +11,10 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpoint
-from layoutmap.checkpoint.foreign.keras_weights import KerasWeights
-from layoutmap.checkpoint.foreign.orbax import OrbaxCheckpoint, is_orbax_folder
-from layoutmap.checkpoint.foreign.safetensors import INDEX, Safetensors
+from layoutmap.checkpoint.foreign.dcp import METADATA, DistributedCheckpointSource
+from layoutmap.checkpoint.foreign.keras_weights import KerasWeightsSource
+from layoutmap.checkpoint.foreign.orbax import OrbaxCheckpointSource, is_orbax_folder
+from layoutmap.checkpoint.foreign.safetensors import INDEX, SafetensorsSource
 from layoutmap.checkpoint.gate import check_regular_file, translate_parser_errors
 from layoutmap.checkpoint.manifest import NAME
 from layoutmap.checkpoint.reader import StepSource
@@ -92,10 +92,10 @@ def _open_source_by_format(path: str | os.PathLike[str], step: int | None) -> So
             raise _make_pickle_error(os.fspath(path), f"it contains only pickles: {join_names(pickles)}")
     elif name.endswith((".safetensors", INDEX)):
         _check_step_is_none(step, path)
-        return Safetensors(where)
+        return SafetensorsSource(where)
     elif name.endswith((".weights.h5", ".weights.json", ".keras")):
         _check_step_is_none(step, path)
-        return KerasWeights(where)
+        return KerasWeightsSource(where)
     elif name.endswith(_PICKLES):
         raise _make_pickle_error(
             os.fspath(path), "by its name, the file is a pickle, which can run code when it is read"
@@ -112,12 +112,12 @@ def _open_source_by_format(path: str | os.PathLike[str], step: int | None) -> So
 def _open_foreign_folder(folder: Path, step: int | None) -> Source | None:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*" + INDEX)):
         _check_step_is_none(step, folder)
-        return Safetensors(folder)
+        return SafetensorsSource(folder)
     if is_orbax_folder(folder):
-        return OrbaxCheckpoint(folder, step)
+        return OrbaxCheckpointSource(folder, step)
     if (folder / METADATA).is_file():
         _check_step_is_none(step, folder)
-        return DistributedCheckpoint(folder)
+        return DistributedCheckpointSource(folder)
     return None
 
 

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any, cast
 
-from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.foreign.ranges import ByteRangeFile
 from layoutmap.core.errors import CheckpointError
 
 
@@ -20,7 +20,7 @@ class FileWindow(io.RawIOBase):
         num_bytes: Size of the range in bytes.
     """
 
-    def __init__(self, file: ByteFile, start: int, num_bytes: int):
+    def __init__(self, file: ByteRangeFile, start: int, num_bytes: int):
         self.file, self.start, self.num_bytes = file, start, num_bytes
         self._position = 0
 

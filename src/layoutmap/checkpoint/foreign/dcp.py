@@ -23,7 +23,7 @@ from layoutmap.checkpoint.foreign.dcp_pickle import (
     unpickle_without_code,
     validate_sizes,
 )
-from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.foreign.ranges import ByteRangeFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import (
     Index,
@@ -33,7 +33,7 @@ from layoutmap.core.blocks import (
     format_index,
     intersect_blocks,
     make_relative_index,
-    stack_slice_ends,
+    stack_starts_and_stops,
 )
 from layoutmap.core.errors import join_names, shorten_repr
 
@@ -51,7 +51,7 @@ class _DcpChunk:
     num_bytes: int
 
 
-class DistributedCheckpoint(Source):
+class DistributedCheckpointSource(Source):
     """Read the tensors of a directory of `torch.distributed.checkpoint` (DCP).
 
     Paths are the keys of the saved state dict, joined by dots as in DCP. Values other than tensors are pickles, which
@@ -70,9 +70,9 @@ class DistributedCheckpoint(Source):
 
     def __init__(self, path: str | os.PathLike[str]):
         self._folder = Path(path)
-        self._files: dict[str, ByteFile] = {}
+        self._files: dict[str, ByteRangeFile] = {}
         self._heads: dict[tuple[str, int], tuple[PickledTensor, str, int]] = {}
-        file = ByteFile(self._folder / METADATA)
+        file = ByteRangeFile(self._folder / METADATA)
         found = unpickle_without_code(file.path, file.read_whole())
         try:
             variables, self._chunks = _parse_metadata(file.path, found)
@@ -111,7 +111,7 @@ class DistributedCheckpoint(Source):
         found = [(chunk, shared_block) for chunk, shared_block in shared if shared_block is not None]
         if (
             fault := find_coverage_fault(
-                *stack_slice_ends([shared_block for _, shared_block in found], len(index)), index
+                *stack_starts_and_stops([shared_block for _, shared_block in found], len(index)), index
             )
         ) is not None:
             what = f"{fault[1] or 'no'} chunks in the metadata contain {format_index(fault[0])}"
@@ -129,7 +129,7 @@ class DistributedCheckpoint(Source):
         key = chunk.file, chunk.start
         if key in self._heads:
             return self._heads[key]
-        file = self._files.get(chunk.file) or ByteFile(self._folder / chunk.file)
+        file = self._files.get(chunk.file) or ByteRangeFile(self._folder / chunk.file)
         self._files[chunk.file] = file
         window = FileWindow(file, chunk.start, chunk.num_bytes)
         # DCP never compresses the entries of this archive, so refuse compressed ones, which could expand to any size.
@@ -167,11 +167,11 @@ class DistributedCheckpoint(Source):
         return self._heads[key]
 
     def __repr__(self) -> str:
-        return f"<DistributedCheckpoint {self.where}: {len(self.variables)} tensors, no checksums>"
+        return f"<DistributedCheckpointSource {self.where}: {len(self.variables)} tensors, no checksums>"
 
 
 def read_tensor_block(
-    file: ByteFile, start: int, tensor: PickledTensor, dtype: np.dtype[Any], index: Index
+    file: ByteRangeFile, start: int, tensor: PickledTensor, dtype: np.dtype[Any], index: Index
 ) -> NumpyArray:
     """Return the values of a block of a dense tensor. The tensor's storage begins at offset `start` of the file."""
     # A transposed tensor is stored with its axes in a different order, so read them in that order, then transpose.

@@ -16,8 +16,8 @@ import numpy as np
 
 from layoutmap.checkpoint.dtypes import get_numpy_dtype
 from layoutmap.checkpoint.foreign.archives import FileWindow, find_files_in_archive
-from layoutmap.checkpoint.foreign.ranges import ByteFile
-from layoutmap.checkpoint.source import SavedVariable, Source, import_package
+from layoutmap.checkpoint.foreign.ranges import ByteRangeFile
+from layoutmap.checkpoint.source import SavedVariable, Source, import_format_package
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError
 from layoutmap.core.variables import Kind
@@ -26,7 +26,7 @@ _WEIGHTS = "model.weights.h5"
 _MAX_DEPTH = 64
 
 
-class KerasWeights(Source):
+class KerasWeightsSource(Source):
     """Read the weights of a Keras weight file.
 
     Args:
@@ -43,10 +43,10 @@ class KerasWeights(Source):
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__(os.fspath(path), {})
         self._datasets: dict[str, Any] = {}
-        h5py = import_package("weight files of Keras", "h5py", "they are files of HDF5")
+        h5py = import_format_package("weight files of Keras", "h5py", "they are files of HDF5")
         for file in _list_weight_files(Path(path)):
             try:
-                window = ByteFile(file)
+                window = ByteRangeFile(file)
                 root = h5py.File(_find_weights_in_archive(window) if file.suffix == ".keras" else file, "r")
                 for name, dataset in _iterate_hdf5_datasets(h5py, str(file), root, "", set()):
                     self._add_dataset(str(file), name, dataset, window.num_bytes)
@@ -89,7 +89,7 @@ class KerasWeights(Source):
         self._datasets[path] = dataset
 
     def __repr__(self) -> str:
-        return f"<KerasWeights {self.where}: {len(self.variables)} variables, no checksums>"
+        return f"<KerasWeightsSource {self.where}: {len(self.variables)} variables, no checksums>"
 
 
 def _iterate_hdf5_datasets(
@@ -114,7 +114,7 @@ def _iterate_hdf5_datasets(
             yield path, found
 
 
-def _find_weights_in_archive(file: ByteFile) -> FileWindow:
+def _find_weights_in_archive(file: ByteRangeFile) -> FileWindow:
     """Return the weight file inside a `.keras` archive."""
     path = file.path
     files = find_files_in_archive(FileWindow(file, 0, file.num_bytes), path, "save it again with model.save")
@@ -130,7 +130,7 @@ def _list_weight_files(path: Path) -> list[Path]:
         return [path]
     try:
         files_by_tensor = cast(
-            "dict[str, Any]", json.loads(ByteFile(path).read_whole())["weight_map"]
+            "dict[str, Any]", json.loads(ByteRangeFile(path).read_whole())["weight_map"]
         ).values()
         names = [name for files in files_by_tensor for name in ([files] if isinstance(files, str) else files)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.foreign.ranges import ByteRangeFile
 from layoutmap.checkpoint.gate import check_name_inside_folder, check_regular_file, check_size_limit
-from layoutmap.checkpoint.source import SavedVariable, Source, check_variable_limits, import_package
+from layoutmap.checkpoint.source import SavedVariable, Source, check_variable_limits, import_format_package
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names
 
@@ -27,7 +27,7 @@ _METADATA_FILES = {".zarray", ".zattrs", "zarr.json"}
 _MAX_COMPRESSION = 1 << 16  # limit for array bytes per file byte; zstd reaches 1 << 15 for zeros
 
 
-class OrbaxCheckpoint(Source):
+class OrbaxCheckpointSource(Source):
     """Read the arrays of an orbax directory.
 
     Paths are the keys of the saved tree, joined by dots, without a last key `value`: `d1.kernel.value` of an
@@ -70,7 +70,7 @@ class OrbaxCheckpoint(Source):
         file = item / METADATA
         num_bytes = _sum_file_sizes(item)
         try:
-            found = json.loads(ByteFile(file).read_whole())
+            found = json.loads(ByteRangeFile(file).read_whole())
             leaves = [
                 (tuple(str(key["key"]) for key in leaf["key_metadata"]), leaf["value_metadata"])
                 for leaf in found["tree_metadata"].values()
@@ -109,7 +109,9 @@ class OrbaxCheckpoint(Source):
         spec: dict[str, Any] = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr", "kvstore": base}
         # orbax writes every chunk, so a missing chunk must raise. By default, tensorstore would read zeros.
         spec["fill_missing_data_reads"] = False
-        tensorstore = import_package("checkpoints of orbax", "tensorstore", "their arrays are in its formats")
+        tensorstore = import_format_package(
+            "checkpoints of orbax", "tensorstore", "their arrays are in its formats"
+        )
         try:
             return tensorstore.open(spec, open=True, read=True).result()
         except (ValueError, OSError, RuntimeError) as error:

@@ -20,7 +20,7 @@ _SHORT_BYTES = 512
 _SLAB_BYTES = 1 << 20
 
 
-class ByteFile:
+class ByteRangeFile:
     """Read byte ranges of a file.
 
     Args:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from layoutmap.checkpoint.dtypes import SAFETENSORS, get_numpy_dtype
-from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.foreign.ranges import ByteRangeFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names, shorten_repr
@@ -31,12 +31,12 @@ _FIX = "download or copy the file again, or write it again with the library safe
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    file: ByteFile
+    file: ByteRangeFile
     start: int
     variable: SavedVariable
 
 
-class Safetensors(Source):
+class SafetensorsSource(Source):
     """Read the tensors of one or several safetensors files.
 
     Args:
@@ -55,11 +55,11 @@ class Safetensors(Source):
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__(os.fspath(path), {})
         self.metadata: dict[str, str] = {}
-        self._files: list[ByteFile] = []
+        self._files: list[ByteRangeFile] = []
         self._tensors: dict[str, _StoredTensor] = {}
         names, index = _find_files_and_read_index(Path(self.where))
         for name in names:
-            self._add_file(ByteFile(name))
+            self._add_file(ByteRangeFile(name))
         self.variables = {name: tensor.variable for name, tensor in self._tensors.items()}
         for tensor, file in (index or {}).items():
             found = self._tensors.get(tensor)
@@ -94,7 +94,7 @@ class Safetensors(Source):
                 f"it had {tensor.file.num_bytes} bytes, now {size}",
             )
 
-    def _add_file(self, file: ByteFile) -> None:
+    def _add_file(self, file: ByteRangeFile) -> None:
         self._files.append(file)
         start, header = _read_header(file)
         metadata = header.pop("__metadata__", None)
@@ -125,7 +125,7 @@ class Safetensors(Source):
 
     def __repr__(self) -> str:
         content = f"{len(self._tensors)} tensors in {len(self._files)} files"
-        return f"<Safetensors {self.where}: {content}, no checksums>"
+        return f"<SafetensorsSource {self.where}: {content}, no checksums>"
 
 
 def _find_files_and_read_index(path: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -147,7 +147,7 @@ def _find_files_and_read_index(path: Path) -> tuple[list[Path], dict[str, str] |
         path = indexes[0]
     if not path.name.endswith(INDEX):
         return [path], None
-    file = ByteFile(path)
+    file = ByteRangeFile(path)
     found = _parse_json_object(file, file.read_whole(), "the index")
     names = found.get("weight_map")
     if not isinstance(names, dict) or not all(
@@ -176,7 +176,7 @@ def _find_files_and_read_index(path: Path) -> tuple[list[Path], dict[str, str] |
     return files, index
 
 
-def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
+def _read_header(file: ByteRangeFile) -> tuple[int, dict[str, object]]:
     """Return a pair: the offset of the values in a file, and a dict from name to entry of the file's header."""
     length = int.from_bytes(file.read(0, 8), "little") if file.num_bytes >= 8 else -1
     if not 2 <= length <= min(_MAX_HEADER_BYTES, file.num_bytes - 8):
@@ -190,7 +190,7 @@ def _read_header(file: ByteFile) -> tuple[int, dict[str, object]]:
     return 8 + length, _parse_json_object(file, file.read(8, length), "its header")
 
 
-def _parse_json_object(file: ByteFile, data: bytes, subject: str) -> dict[str, object]:
+def _parse_json_object(file: ByteRangeFile, data: bytes, subject: str) -> dict[str, object]:
     """Return the JSON object in bytes of a file. Raise for other data, and for names that appear twice."""
 
     def make_dict_without_duplicates(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _parse_json_object(file: ByteFile, data: bytes, subject: str) -> dict[str, o
     return cast("dict[str, Any]", found)
 
 
-def _parse_tensor_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
+def _parse_tensor_entry(file: ByteRangeFile, name: str, entry: Any) -> tuple[int, int, SavedVariable]:
     """Return three values for a tensor: the begin and the end of its bytes in the file's data, and its variable."""
     try:
         shape: tuple[int, ...] = tuple(entry["shape"])
@@ -237,6 +237,6 @@ def _parse_tensor_entry(file: ByteFile, name: str, entry: Any) -> tuple[int, int
 
 
 def _make_file_error(
-    file: ByteFile, what: str, why: str, *, fix: str = _FIX, **facts: object
+    file: ByteRangeFile, what: str, why: str, *, fix: str = _FIX, **facts: object
 ) -> CheckpointError:
     return CheckpointError(f"{file.path}: {what}", facts=facts, why=why, fix=fix)

@@ -20,7 +20,7 @@ from layoutmap.checkpoint.foreign.dcp_pickle import (
     make_torch_file_error,
     unpickle_without_code,
 )
-from layoutmap.checkpoint.foreign.ranges import ByteFile
+from layoutmap.checkpoint.foreign.ranges import ByteRangeFile
 from layoutmap.checkpoint.source import SavedVariable, Source
 from layoutmap.core.blocks import Index, NumpyArray
 from layoutmap.core.errors import CheckpointError, join_names
@@ -32,7 +32,7 @@ _FIX = "save the state dict again with torch.save, which has made such archives 
 
 
 # A pickle can run code, so it may create only inert records of known names (decisions/0085).
-class TorchFile(Source):
+class TorchFileSource(Source):
     """Read the tensors of a file of `torch.save`.
 
     Paths are the keys of its mappings and lists, joined by dots. Values other than tensors are skipped.
@@ -51,7 +51,7 @@ class TorchFile(Source):
 
     def __init__(self, path: str | os.PathLike[str], part: str | None = None):
         super().__init__(os.fspath(path), {})
-        self._file = ByteFile(path)
+        self._file = ByteRangeFile(path)
         self._tensors: dict[str, tuple[PickledTensor, FileWindow]] = {}
         whole = FileWindow(self._file, 0, self._file.num_bytes)
         files = {
@@ -136,7 +136,7 @@ class TorchFile(Source):
         return make_torch_file_error(self.where, what, why)
 
     def __repr__(self) -> str:
-        return f"<TorchFile {self.where}: {len(self.variables)} tensors, no checksums>"
+        return f"<TorchFileSource {self.where}: {len(self.variables)} tensors, no checksums>"
 
 
 def _count_tensor_bytes(stored: tuple[PickledTensor, FileWindow]) -> int:

@@ -23,7 +23,7 @@ from jax import Array
 
 from layoutmap.cost.jax.graph import FUSED_SCOPE
 from layoutmap.cost.table import FUSED_ATTENTION, SCORED_ATTENTION
-from layoutmap.engines.patches import AttributePatch, Patches
+from layoutmap.engines.patches import AttributePatch, PatchGroup
 
 try:
     from jax._src.nn import functions as _functions
@@ -54,7 +54,7 @@ _calls: ContextVar[AttentionCallCounts | None] = ContextVar("layoutmap_traces_at
 
 
 @contextmanager
-def mark_attention_calls(fuses_all_calls: bool) -> Generator[AttentionCallCounts]:
+def label_and_count_attention_calls(fuses_all_calls: bool) -> Generator[AttentionCallCounts]:
     """Put this thread's attention calls into a named scope until the block ends, and yield their counts."""
     calls = AttentionCallCounts(fuses_all_calls)
     token = _calls.set(calls)
@@ -117,7 +117,7 @@ def _compute_fused_attention(
 
 _HAS_FUNCTIONS = hasattr(_functions, _XLA) and hasattr(_functions, _KERNEL)
 _ORIGINAL_ATTENTION: Any = getattr(_functions, _XLA, None)
-_PATCHES = Patches(
+_PATCHES = PatchGroup(
     [
         AttributePatch(_functions, _XLA, _wrap_xla_attention),
         AttributePatch(_functions, _KERNEL, _wrap_fused_kernel),

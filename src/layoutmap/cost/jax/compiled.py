@@ -15,7 +15,7 @@ from layoutmap.cost.jax.compiler import make_compiler_environment
 from layoutmap.cost.jax.compiler_process import NO_DEVICES, CompilerProcess
 from layoutmap.cost.jax.hlo import CompiledCollective, count_compiled_collectives
 from layoutmap.cost.jax.partitioner import ENVIRONMENT
-from layoutmap.cost.jax.targets import Target, find_target
+from layoutmap.cost.jax.targets import CompileTarget, find_target
 from layoutmap.cost.verified import StepTooLargeError
 
 _MAX_MESSAGE_LENGTH = 500  # in characters; the rest of XLA's message is not shown
@@ -78,7 +78,7 @@ def _run_compiler_processes(
     python_module: str,
     requests: Sequence[tuple[bytes, tuple[str, ...]]],
     environment: Mapping[str, str],
-    named_target: tuple[str, Target],
+    named_target: tuple[str, CompileTarget],
     on_wait: Callable[[], object],
 ) -> list[str]:
     """Run `main` of a Python module in one process per request, all at once, and return their answers."""
@@ -99,7 +99,9 @@ def _run_compiler_processes(
 _ERROR = re.compile(r"^[\w.]+(?:Error|Exception): (.*)$", re.MULTILINE)
 
 
-def _make_compile_error(target_name: str, target: Target, exit_status: int, stderr_text: str) -> EngineError:
+def _make_compile_error(
+    target_name: str, target: CompileTarget, exit_status: int, stderr_text: str
+) -> EngineError:
     errors = _ERROR.findall(stderr_text) or stderr_text.splitlines() or ["nothing"]
     installed = {package: _get_package_version(package) for package in ("jaxlib", *target.packages)}
     facts = {

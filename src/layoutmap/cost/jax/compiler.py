@@ -19,12 +19,12 @@ from layoutmap.cost.jax.compiler_process import (
     MODULE,
     TargetDevicesError,
     answer_from_dump_file,
-    answer_parent_and_exit,
+    exit_after_answering_parent,
 )
-from layoutmap.cost.jax.targets import TARGETS, Target
+from layoutmap.cost.jax.targets import TARGETS, CompileTarget
 
 
-def make_compiler_environment(target: Target, num_devices: int) -> dict[str, str]:
+def make_compiler_environment(target: CompileTarget, num_devices: int) -> dict[str, str]:
     """Return the environment variables that the compiling process needs in addition to those of this process."""
     # Let JAX start only CPU devices, so that other programs can use the accelerators of this machine.
     needed = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
@@ -41,7 +41,7 @@ def make_compiler_environment(target: Target, num_devices: int) -> dict[str, str
     return needed | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
 
 
-def _list_target_devices(target: Target, num_devices: int) -> list[object]:
+def _list_target_devices(target: CompileTarget, num_devices: int) -> list[object]:
     import jax
     from jax.experimental import topologies
 
@@ -108,7 +108,7 @@ def _compile_module(devices: list[Any], module: bytes) -> dict[str, Any]:
 # Only XLA's results before code generation are needed, so the process ends once they are written (decisions/0156).
 def main(target_name: str, num_devices: str) -> None:
     """Compile the module in the current folder, write the result to stdout, and end this process."""
-    with answer_parent_and_exit() as answer:
+    with exit_after_answering_parent() as answer:
         try:
             devices = _list_target_devices(TARGETS[target_name], int(num_devices))[: int(num_devices)]
         except Exception as error:

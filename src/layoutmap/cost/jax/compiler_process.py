@@ -74,7 +74,7 @@ class CompilerProcess:
 
 
 @contextmanager
-def answer_parent_and_exit() -> Generator[Callable[[str], object]]:
+def exit_after_answering_parent() -> Generator[Callable[[str], object]]:
     """Yield a function that sends an answer to the parent. This process ends when the block or the parent ends."""
     threading.Thread(target=_exit_when_parent_ends, daemon=True).start()
     with os.fdopen(os.dup(1), "w") as answer:

@@ -30,22 +30,24 @@ class StepCounts:
     recomputes: bool = False  # whether activations are recomputed outside of loops
 
     def __sub__(self, other: StepCounts) -> StepCounts:
-        return self.add_scaled_counts(other, -1)
+        return self.sum_with_scaled_counts(other, -1)
 
-    def add_scaled_counts(self, other: StepCounts, times: int) -> StepCounts:
+    def sum_with_scaled_counts(self, other: StepCounts, times: int) -> StepCounts:
         """Return these counts plus `times` times the counts of `other`."""
         return StepCounts(
-            _add_scaled_values(self.collectives, other.collectives, times),
-            _add_scaled_values(self.flops, other.flops, times),
+            _sum_with_scaled_values(self.collectives, other.collectives, times),
+            _sum_with_scaled_values(self.flops, other.flops, times),
             self.traffic + other.traffic * times,
-            _add_scaled_values(self.peaks, other.peaks, times),
-            _add_scaled_values(self.held, other.held, times),
+            _sum_with_scaled_values(self.peaks, other.peaks, times),
+            _sum_with_scaled_values(self.held, other.held, times),
             self.compiled_bytes + other.compiled_bytes * times,
             self.recomputes,
         )
 
 
-def _add_scaled_values(first: Mapping[Any, int], second: Mapping[Any, int], times: int) -> dict[Any, int]:
+def _sum_with_scaled_values(
+    first: Mapping[Any, int], second: Mapping[Any, int], times: int
+) -> dict[Any, int]:
     return {key: first.get(key, 0) + second.get(key, 0) * times for key in {**first, **second}}
 
 
@@ -209,7 +211,7 @@ class CauseFinder:
                         for number, each in enumerate(op.operands)
                         if each is value and (id(op), number) in self._loop_results
                     ]
-                elif self._is_update(op) and (name := self._find_variable_beside_gradient(op, value)):
+                elif self._is_update(op) and (name := self._find_variable_path_beside_gradient(op, value)):
                     if self._is_marked:
                         return name
                     found, results = name, list(op.results)
@@ -226,7 +228,7 @@ class CauseFinder:
     def _is_update(self, op: Op) -> bool:
         return op.is_update if self._is_marked else op.name in ("add", "subtract", "multiply")
 
-    def _find_variable_beside_gradient(self, op: Op, gradient: Value) -> str:
+    def _find_variable_path_beside_gradient(self, op: Op, gradient: Value) -> str:
         """Return the path of the variable that an update combines with a gradient, or "" if there is none."""
         for other in op.operands:
             is_number = other.producer is not None and other.producer.name == "broadcast_in_dim"

@@ -211,7 +211,11 @@ def explain_step(
     return StepExplanation(
         name,
         mesh,
-        tuple(sorted((_multiply_calls(c, n) for c, n in collectives.items()), key=lambda c: -c.sent_bytes)),
+        tuple(
+            sorted(
+                (_with_multiplied_calls(c, n) for c, n in collectives.items()), key=lambda c: -c.sent_bytes
+            )
+        ),
         tuple(sorted(products, key=lambda each: -each.flops)),
         getattr(memory, "argument_size_in_bytes", 0),
         getattr(memory, "temp_size_in_bytes", 0),
@@ -230,7 +234,7 @@ def _explain_collective(
     return ExplainedCollective(kind, op.dims, 1, shape, sent, line, cause, is_full)
 
 
-def _multiply_calls(collective: ExplainedCollective, calls: int) -> ExplainedCollective:
+def _with_multiplied_calls(collective: ExplainedCollective, calls: int) -> ExplainedCollective:
     return replace(collective, calls=calls, sent_bytes=collective.sent_bytes * calls)
 
 

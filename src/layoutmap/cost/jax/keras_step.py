@@ -18,10 +18,10 @@ from layoutmap.adapters.keras.describing import DescribedVariable, describe_vari
 from layoutmap.adapters.keras.private import get_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_custom_train_step
-from layoutmap.core.steps import BatchArray, Key, StepTracer, TrainingStep
+from layoutmap.core.steps import BatchArraySpec, Key, StepTracer, TrainingStep
 from layoutmap.core.variables import Kind
 from layoutmap.cost.jax.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
-from layoutmap.engines.patches import AttributePatch, Patches
+from layoutmap.engines.patches import AttributePatch, PatchGroup
 
 Loss = Callable[..., Any]
 Call = Callable[..., object]
@@ -47,16 +47,16 @@ def describe_training_step(
     layers = _list_paths_and_layers(session)
     x, tree = jax.tree.flatten(inputs)
     batch = [
-        BatchArray(_format_path(path), tuple(leaf.shape), str(leaf.dtype))
+        BatchArraySpec(_format_path(path), tuple(leaf.shape), str(leaf.dtype))
         for path, leaf in _flatten_with_paths(inputs)
     ]
-    step = _CountedStep(model, entries, layers, loss, tree, len(x))
+    step = _TraceableStep(model, entries, layers, loss, tree, len(x))
     compiled = loss is None and getattr(model, "loss", None) is not None
     notes = [] if compiled or loss is not None else [_NO_LOSS]
     if compiled:
         targets = step.make_target_shapes(batch)
         batch += [
-            BatchArray(f"targets{_format_path(p)}", tuple(t.shape), str(t.dtype))
+            BatchArraySpec(f"targets{_format_path(p)}", tuple(t.shape), str(t.dtype))
             for p, t in _flatten_with_paths(targets)
         ]
         step.target_tree = jax.tree.structure(targets)
@@ -67,7 +67,7 @@ def describe_training_step(
     return TrainingStep(model.name, variables, batch, blocks, step.compute_step_results, notes, _RECOMPUTE)
 
 
-class _CountedStep:
+class _TraceableStep:
     def __init__(
         self,
         model: keras.Model,
@@ -87,7 +87,7 @@ class _CountedStep:
         self.optimizer = getattr(model, "optimizer", None)
         self._trained = {id(variable) for variable in model.trainable_variables}
 
-    def make_target_shapes(self, batch: Sequence[BatchArray]) -> object:
+    def make_target_shapes(self, batch: Sequence[BatchArraySpec]) -> object:
         """Return targets for the compiled loss, as shapes and types in the structure of the model's outputs."""
 
         def compute_outputs(values: Sequence[object], inputs: Sequence[object]) -> object:
@@ -100,7 +100,9 @@ class _CountedStep:
         inputs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in batch]
         found = jax.eval_shape(compute_outputs, values, inputs)
         leaves, tree = jax.tree.flatten(found)
-        return tree.unflatten(map(self._make_target, leaves, self._list_output_losses(found, len(leaves))))
+        return tree.unflatten(
+            map(self._make_target_shape, leaves, self._list_output_losses(found, len(leaves)))
+        )
 
     def _list_output_losses(self, outputs: object, num_outputs: int) -> Sequence[object]:
         """Return the loss of each of `num_outputs` outputs, or None for an output that a dict of losses lacks."""
@@ -111,7 +113,7 @@ class _CountedStep:
             return [cast("Mapping[str, object]", loss).get(name) for name in names]
         return cast("Sequence[object]", loss) if isinstance(loss, list | tuple) else [loss] * num_outputs
 
-    def _make_target(self, output: jax.ShapeDtypeStruct, loss: object) -> object:
+    def _make_target_shape(self, output: jax.ShapeDtypeStruct, loss: object) -> object:
         name = loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__)
         if "sparse" in str(name).lower():
             return jax.ShapeDtypeStruct(output.shape[:-1], "int32")
@@ -244,7 +246,7 @@ def _wrap_with_recomputation(original: Call, state: Sequence[object]) -> Call:
     return call_with_recomputation
 
 
-def _replace_fused_kernel_check(original: Call) -> Call:
+def _wrap_fused_kernel_check(original: Call) -> Call:
     """Return a replacement of Keras's check for a fused kernel, which allows a kernel only if a layer requires it."""
 
     @functools.wraps(original)
@@ -269,9 +271,9 @@ class _JaxWithoutDevices:
 
 # Without a GPU, Keras 3.15 refuses a fused kernel even if a layer requires it, so replace Keras's check.
 _CAN_USE = "_can_use_flash_attention"
-_PATCHES = Patches(
+_PATCHES = PatchGroup(
     [
-        AttributePatch(keras_nn, _CAN_USE, _replace_fused_kernel_check),
+        AttributePatch(keras_nn, _CAN_USE, _wrap_fused_kernel_check),
         AttributePatch(keras_nn, "jax", _JaxWithoutDevices),
     ]
     if hasattr(keras_nn, _CAN_USE)

@@ -24,9 +24,9 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import find_repeated_layers, replace_numbers_with_stars
 from layoutmap.core.policy import LayoutPolicy
-from layoutmap.core.steps import BatchArray, Key, TrainingStep
+from layoutmap.core.steps import BatchArraySpec, Key, TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.cost.jax.attention import mark_attention_calls
+from layoutmap.cost.jax.attention import label_and_count_attention_calls
 from layoutmap.cost.jax.compiled import CompiledStep, compile_modules, partition_modules
 from layoutmap.cost.jax.counting import StepCounts, compute_step_counts, count_collectives, count_flops
 from layoutmap.cost.jax.explicit_axes import translate_sharding_refusals
@@ -42,7 +42,7 @@ from layoutmap.engines.jax.ambient import make_abstract_mesh, use_mesh
 from layoutmap.engines.jax.arrays import constrain_traced_array
 from layoutmap.engines.jax.corrections import correct_lowering_without_devices_temporarily
 from layoutmap.engines.jax.devices import make_partition_spec
-from layoutmap.engines.jax.programs import suspend_program_context
+from layoutmap.engines.jax.programs import suspend_jax_context
 
 _KEPT = 2  # number of equal blocks that are always traced: the first and the last one
 
@@ -165,7 +165,9 @@ class StepCostCounter:
         # Only tracing finds the layers inside blocks. If rules for these layers make blocks unequal, count again.
         if self._find_equal_stack_indices(layouts, policy) != equal:
             return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
-        given = [shardy.serialize_module(self._add_layouts(each, layouts, policy)) for each in modules]
+        given = [
+            shardy.serialize_module(self._make_module_with_layouts(each, layouts, policy)) for each in modules
+        ]
         texts = partition_modules(given, policy.mesh.size, on_wait)
         size = policy.mesh.size
         compiled = self._compile_new_modules(given, size, target, on_wait) if target else [None] * len(given)
@@ -175,7 +177,7 @@ class StepCostCounter:
         )
         total = low
         for size, more in zip(sizes, high, strict=True):
-            total = total.add_scaled_counts(more - low, size - _KEPT)
+            total = total.sum_with_scaled_counts(more - low, size - _KEPT)
         peaks = {key: total.peaks[key] for key in low.peaks}
         return replace(total, peaks=peaks)
 
@@ -237,7 +239,7 @@ class StepCostCounter:
         layout_of = policy.find_activation_layout
         return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
-    def _add_layouts(
+    def _make_module_with_layouts(
         self, lowered: _LoweredModule, layouts: Mapping[Key, Layout], policy: LayoutPolicy
     ) -> Any:
         placed = [layouts[variable.key] for variable in lowered.variables]
@@ -260,7 +262,7 @@ class StepCostCounter:
     ) -> CompiledStep:
         """Compile the step with all of its blocks, for devices that need not exist, and return the compiled step."""
         layouts = {a.variable.key: a.layout for a in assignments}
-        placed = self._add_layouts(self._lower_with_cache({}, layouts, policy), layouts, policy)
+        placed = self._make_module_with_layouts(self._lower_with_cache({}, layouts, policy), layouts, policy)
         modules = [shardy.serialize_module(placed)]
         return self._compile_new_modules(modules, policy.mesh.size, target, on_wait)[0]
 
@@ -398,7 +400,7 @@ def _lower_without_skipped_blocks(
     tracer = _LayerTracer(skipped, is_recomputed_path, policy=None if layouts is None else policy)
     mesh = make_abstract_mesh(policy.mesh)
 
-    def make_shape_struct(each: VariableSpec | BatchArray, layout: Layout) -> jax.ShapeDtypeStruct:
+    def make_shape_struct(each: VariableSpec | BatchArraySpec, layout: Layout) -> jax.ShapeDtypeStruct:
         sharding = None if layouts is None else NamedSharding(mesh, make_partition_spec(layout))
         return jax.ShapeDtypeStruct(each.shape, _convert_to_jax_dtype(each.dtype), sharding=sharding)
 
@@ -411,10 +413,10 @@ def _lower_without_skipped_blocks(
     values, others = ([make_shape_struct(v, known[v.key]) for v in arrays] for arrays in (variables, unread))
     batch = [make_shape_struct(each, policy.derive_batch_layout(each.shape)) for each in step.batch]
     with (
-        suspend_program_context(),
+        suspend_jax_context(),
         use_mesh(mesh) if layouts is not None else nullcontext(),
         correct_lowering_without_devices_temporarily(),
-        mark_attention_calls(fuses_all_calls) as calls,
+        label_and_count_attention_calls(fuses_all_calls) as calls,
         _translate_trace_errors(step, tracer),
         translate_sharding_refusals(step.name) if layouts is not None else nullcontext(),
     ):
@@ -535,7 +537,7 @@ class _LayerTracer:
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.output_shapes[path] = [tuple(each.shape) for each in arrays]
             if self.policy is None:
-                return jax.tree.unflatten(tree, [_mark_layer_output(each) for each in leaves])
+                return jax.tree.unflatten(tree, [_insert_layer_output_marker(each) for each in leaves])
             return jax.tree.unflatten(tree, _constrain_output_leaves(leaves, self.policy, path))
 
     def check_call_counts_of_skipped_blocks(self) -> None:
@@ -599,7 +601,7 @@ def _constrain_output_leaves(leaves: Sequence[Any], policy: LayoutPolicy, path: 
     return placed
 
 
-def _mark_layer_output(array: object) -> object:
+def _insert_layer_output_marker(array: object) -> object:
     if not isinstance(array, jax.core.Tracer) or not array.ndim:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)

@@ -72,7 +72,7 @@ def _order_gradients_last(ops: Sequence[Op], backward_ids: Set[int], gradient_id
     waits for them. So the products that compute gradients come last, and their operands stay in memory until then.
     """
     first = [op for op in ops if id(op) not in gradient_ids]
-    updates = _add_dependent_ids({id(op) for op in ops if op.is_update}, ops)
+    updates = _find_ids_with_dependents({id(op) for op in ops if op.is_update}, ops)
     return [
         *_order_forward_first(first, backward_ids),
         *sorted((op for op in ops if id(op) in gradient_ids), key=lambda op: id(op) in updates),
@@ -126,10 +126,10 @@ def _find_scalar_constant_ids(ops: Sequence[Op]) -> Set[int]:
 
 def _find_backward_op_ids(ops: Sequence[Op]) -> Set[int]:
     """Return the ids of backward operations, of barriers before recomputing, and of all that depend on these."""
-    return _add_dependent_ids({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
+    return _find_ids_with_dependents({id(op) for op in ops if op.is_backward or op.name == BARRIER}, ops)
 
 
-def _add_dependent_ids(op_ids: Set[int], ops: Sequence[Op]) -> Set[int]:
+def _find_ids_with_dependents(op_ids: Set[int], ops: Sequence[Op]) -> Set[int]:
     """Return `op_ids`, and the ids of all operations that depend on the results of these."""
     found = set(op_ids)
     for op in ops:
@@ -148,7 +148,7 @@ def _find_gradient_op_ids(ops: Sequence[Op]) -> Set[int]:
         ends = all(use.is_update or (id(use) in late and use.name not in _PRODUCTS) for use in uses)
         if op.is_update or (uses and ends and op.is_backward):
             late.add(id(op))
-    return _add_dependent_ids(late, ops)
+    return _find_ids_with_dependents(late, ops)
 
 
 @dataclass(slots=True)

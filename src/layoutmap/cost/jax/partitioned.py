@@ -55,10 +55,10 @@ _UNEQUAL = re.compile(
 def parse_partitioned_step(text: str, mesh: Mesh) -> Block:
     """Return a module's entry computation as a block. Its collectives have the mesh dims over which they send data."""
     bodies, entry = parse_computations(text)
-    return _BlockReader(bodies, mesh).read_block(entry)
+    return _BlockParser(bodies, mesh).read_block(entry)
 
 
-class _BlockReader:
+class _BlockParser:
     def __init__(self, bodies: Mapping[str, Sequence[Instruction]], mesh: Mesh):
         self._bodies = bodies
         self._positions = _DevicePositions(mesh)
@@ -124,7 +124,7 @@ class _BlockReader:
             parts = zip(operands, _split_tuple_shape(shape), strict=True)
             return [
                 self._add_operation(
-                    line._replace(shape=part), [one], integers, _fill_empty_origin(one, origin), ops
+                    line._replace(shape=part), [one], integers, _choose_nonempty_origin(one, origin), ops
                 )
                 for one, part in parts
             ]
@@ -282,7 +282,7 @@ def _read_origin(line: Instruction, caller: Origin) -> Any:
     return tuple(own or outer for own, outer in zip(found, caller, strict=True)) if caller else found
 
 
-def _fill_empty_origin(value: Value, origin: Origin) -> Origin:
+def _choose_nonempty_origin(value: Value, origin: Origin) -> Origin:
     """Return `origin`. If it is empty, as for combined collectives, return the origin of the producer of `value`."""
     op = value.producer
     return origin if any(origin) or op is None else (op.layer_path, op.is_backward, op.is_update, op.is_fused)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from layoutmap.cost.jax.compiler_process import MODULE, answer_from_dump_file, answer_parent_and_exit
+from layoutmap.cost.jax.compiler_process import MODULE, answer_from_dump_file, exit_after_answering_parent
 
 _MAX_WAIT_SECONDS = 10  # longest time to wait for XLA's dump after compilation
 _MAX_CLIENT_DEVICES = 2048
@@ -23,7 +23,7 @@ ENVIRONMENT = {"XLA_FLAGS": " ".join(f"--xla_{each}" for each in _PRINTS), "TF_C
 # XLA's partitioner chooses the collectives, so they are counted in its output, not predicted (decisions/0156).
 def main(num_devices: str) -> None:
     """Partition the module in the current folder, write the result to stdout, and end this process."""
-    with answer_parent_and_exit() as answer:
+    with exit_after_answering_parent() as answer:
         # With one device, XLA does not partition the module, so the answer is the module before optimization.
         dump_name = "after_spmd-partitioning" if int(num_devices) > 1 else "before_optimizations.txt"
 

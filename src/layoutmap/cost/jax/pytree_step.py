@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from layoutmap.adapters.jax.nnx_types import is_nnx_module
-from layoutmap.adapters.jax.pytrees import format_key
+from layoutmap.adapters.jax.pytrees import format_pytree_key
 from layoutmap.adapters.jax.session import JaxSession
 from layoutmap.adapters.jax.slots import OptimizerLeaf, describe_slots
 from layoutmap.adapters.jax.training import (
@@ -22,7 +22,7 @@ from layoutmap.adapters.jax.training import (
 )
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, join_names, shorten_repr
-from layoutmap.core.steps import BatchArray, Key, StepTracer, TrainingStep
+from layoutmap.core.steps import BatchArraySpec, Key, StepTracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.cost.jax.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
 
@@ -40,7 +40,7 @@ def describe_training_step(
     """
     specs = session.specs
     state = model if isinstance(model, TrainState) else TrainState(model, None, None, None)
-    step = _CountedStep(state, specs, inputs, state.optimizer, loss)
+    step = _TraceableStep(state, specs, inputs, state.optimizer, loss)
     notes = [_NO_LOSS] * (loss is None and state.loss is None) + [_NO_OPTIMIZER] * (step.optimizer is None)
     module, blocks, how_to_recompute = unwrap_train_state(model), list[list[str]](), ""
     if is_nnx_module(module):
@@ -73,7 +73,7 @@ def _check_arrays_are_variables(specs: Sequence[VariableSpec], paths: Set[str]) 
         )
 
 
-class _CountedStep:
+class _TraceableStep:
     def __init__(
         self,
         state: TrainState,
@@ -94,7 +94,9 @@ class _CountedStep:
         for _, leaf in leaves:
             _check_is_array(inputs, leaf)
         self.batch = [
-            BatchArray(jax.tree_util.keystr(path, simple=True, separator="."), tuple(x.shape), str(x.dtype))
+            BatchArraySpec(
+                jax.tree_util.keystr(path, simple=True, separator="."), tuple(x.shape), str(x.dtype)
+            )
             for path, x in leaves
         ]
         _check_arrays_are_variables(specs, {leaf.path for leaf in self._parts.leaves})
@@ -112,7 +114,9 @@ class _CountedStep:
         weights = {s.path: s for s in self._specs if s.key in trained_keys}
         shapes = {path: jax.ShapeDtypeStruct(s.shape, s.dtype) for path, s in weights.items()}
         found, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(self.optimizer.init, shapes))
-        leaves = [OptimizerLeaf(tuple(map(format_key, p)), tuple(x.shape), str(x.dtype)) for p, x in found]
+        leaves = [
+            OptimizerLeaf(tuple(map(format_pytree_key, p)), tuple(x.shape), str(x.dtype)) for p, x in found
+        ]
         return describe_slots({(path,): s for path, s in weights.items()}, leaves), tree
 
     def compute_step_results(

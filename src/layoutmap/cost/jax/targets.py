@@ -37,7 +37,7 @@ device_description_str: "{name}"
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """Type of device that XLA can compile a step for."""
 
     platform: str  # JAX's name of the platform: "cpu", "cuda", or "tpu"
@@ -66,9 +66,9 @@ def _list_prime_factors(number: int) -> list[int]:
     return [] if number == 1 else [least, *_list_prime_factors(number // least)]
 
 
-def _make_gpu_target(name: str, **figures: float) -> Target:
+def _make_gpu_target(name: str, **figures: float) -> CompileTarget:
     packages, modules = ("jax-cuda12-plugin", "jax-cuda12-pjrt"), ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    return Target("cuda", "xla-gpu", packages, modules, _GPU.format(name=name, **figures))
+    return CompileTarget("cuda", "xla-gpu", packages, modules, _GPU.format(name=name, **figures))
 
 
 _H100 = {
@@ -98,12 +98,15 @@ _A100 = {
 
 # The numbers are from NVIDIA's data sheets, in the form of the files in target_config/specs of openxla/xla.
 TARGETS = {
-    "cpu": Target("cpu"),
+    "cpu": CompileTarget("cpu"),
     "h100": _make_gpu_target("NVIDIA H100 80GB HBM3", bandwidth=3352320000000, memory=84942979072, **_H100),
     "h200": _make_gpu_target("NVIDIA H200", bandwidth=4800000000000, memory=151397597184, **_H100),
     "b200": _make_gpu_target("NVIDIA B200", bandwidth=7672320000000, memory=191514411008, **_B200),
     "a100": _make_gpu_target("NVIDIA A100-SXM4-80GB", bandwidth=2039000000000, memory=85899345920, **_A100),
-    **{chip: Target("tpu", "xla-tpu", ("libtpu",), ("libtpu",), chip=chip) for chip in ("v5e", "v5p", "v6e")},
+    **{
+        chip: CompileTarget("tpu", "xla-tpu", ("libtpu",), ("libtpu",), chip=chip)
+        for chip in ("v5e", "v5p", "v6e")
+    },
 }
 """The devices that XLA can compile for, by name."""
 
@@ -122,7 +125,7 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def find_target(name: str) -> Target:
+def find_target(name: str) -> CompileTarget:
     """Return the target with this name. Raise if it is unknown, or if its compiler is not installed."""
     if name not in TARGETS:
         raise EngineError(

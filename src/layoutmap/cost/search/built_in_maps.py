@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from layoutmap.core.errors import LayoutMapError
 from layoutmap.core.specs import Specs
 from layoutmap.cost.search.groups import VariableGroup, map_biases_to_kernels
-from layoutmap.cost.search.options import REPLICATED, LayoutOption, MeshRoles, get_specs, make_group_specs
+from layoutmap.cost.search.options import (
+    REPLICATED,
+    LayoutOption,
+    MeshRoles,
+    list_specs_with_none,
+    make_group_specs,
+)
 from layoutmap.cost.search.space import BlockStack, GroupLayouts, SearchedModel
 from layoutmap.plan.lint.weights import is_attention_output_name
 from layoutmap.plan.planner import make_plan_table
@@ -72,7 +78,7 @@ def iterate_built_in_maps(
     for fsdp in () if roles.model_dim is None else (False, True) if roles.data_dim else (False,):
         name = "Megatron's split" + ", fully sharded" * fsdp
         if preset:
-            yield from _iterate_preset_map(f"{name} (preset {preset})", model, roles, preset, fsdp)
+            yield from _iterate_preset_map_if_valid(f"{name} (preset {preset})", model, roles, preset, fsdp)
             continue
         layouts = {
             g: make_group_specs(g, LayoutOption(choose_megatron_option(g).model_axis, fsdp), roles)
@@ -86,16 +92,16 @@ def iterate_built_in_maps(
         found.append((f"{name}, alternating", {**layouts, **alternating}, batch if fsdp else free))
     for dim in (roles.data_dim, roles.model_dim):
         tables = {g: _make_one_axis_specs(g, g.find_axes("rows"), dim, roles) for g in kernels}
-        found.append((f"rows of tables over {dim}", _drop_unsharded_layouts(tables), free))
+        found.append((f"rows of tables over {dim}", _select_sharding_layouts(tables), free))
         banks = {
             g: _make_one_axis_specs(g, (0,), dim, roles)
             for g in kernels
             if g.rank > 2 and 0 not in g.find_axes("in")
         }
-        found.append((f"experts over {dim}", _drop_unsharded_layouts(banks), free))
+        found.append((f"experts over {dim}", _select_sharding_layouts(banks), free))
     known: set[object] = set()
     for name, layouts, blocks in found:
-        key = frozenset(_drop_unsharded_layouts(layouts).items()), frozenset(blocks.items())
+        key = frozenset(_select_sharding_layouts(layouts).items()), frozenset(blocks.items())
         if key not in known and (layouts or name == "data parallel"):
             yield BuiltInMap(name, roles, model.make_layout_map(roles, layouts, blocks), layouts, blocks)
         known.add(key)
@@ -113,7 +119,7 @@ def _make_one_axis_specs(
     return None
 
 
-def _drop_unsharded_layouts(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
+def _select_sharding_layouts(layouts: Mapping[VariableGroup, Specs | None]) -> dict[VariableGroup, Specs]:
     """Return only the layouts that shard an axis."""
     return {group: specs for group, specs in layouts.items() if specs is not None and any(specs)}
 
@@ -134,7 +140,7 @@ def _iterate_alternating_axes(
         yield group, group.find_axes("in" if order[group.paths[0]] % 2 else "out")[0]
 
 
-def _iterate_preset_map(
+def _iterate_preset_map_if_valid(
     name: str, model: SearchedModel, roles: MeshRoles, preset: str, fsdp: bool
 ) -> Iterator[BuiltInMap]:
     try:
@@ -151,7 +157,7 @@ def make_built_in_map(name: str, model: SearchedModel, roles: MeshRoles, layout_
         PlanError: Some of its layouts do not fit.
     """
     table = make_plan_table(model.variables, layout_map, complete=False).check()
-    layouts = {group: get_specs(table[group.paths[0]].layout) for group in model.groups}
+    layouts = {group: list_specs_with_none(table[group.paths[0]].layout) for group in model.groups}
     blocks = {b: _get_output_specs(layout_map, b) for b in model.searched_blocks}
     return BuiltInMap(name, roles, layout_map, layouts, blocks)
 
@@ -160,7 +166,7 @@ def _get_output_specs(layout_map: RuleSet, blocks: BlockStack) -> Specs | None:
     layout = layout_map.activations.get(blocks.paths[0])
     if layout is None or layout.rank != len(blocks.shape):
         return None
-    return get_specs(layout)
+    return list_specs_with_none(layout)
 
 
 def choose_megatron_option(group: VariableGroup) -> LayoutOption:

@@ -17,7 +17,7 @@ RankingKey = tuple[float, ...]
 T = TypeVar("T")
 
 
-class BudgetSpent(Exception):
+class BudgetSpentError(Exception):
     """Raised when the search has used all its evaluations."""
 
 
@@ -30,10 +30,10 @@ class RankingKeyCache:
         self.keys_by_point: dict[Point, RankingKey] = {}
 
     def __call__(self, point: Point) -> RankingKey:
-        """Return the ranking key of a point. Raise `BudgetSpent` if it is unknown and no evaluations are left."""
+        """Return the ranking key of a point. Raise `BudgetSpentError` if it is unknown and no evaluations are left."""
         if point not in self.keys_by_point:
             if len(self.keys_by_point) >= self._most:
-                raise BudgetSpent
+                raise BudgetSpentError
             self.keys_by_point[point] = self._compute_key(point)
         return self.keys_by_point[point]
 
@@ -58,7 +58,7 @@ def find_minimum(
     random points. If evaluations suffice, no change of one coordinate improves the result.
 
     Raises:
-        BudgetSpent: `max_evaluations` is 0.
+        BudgetSpentError: `max_evaluations` is 0.
 
     Example:
         >>> find_minimum((3, 3), lambda p: ((p[0] - 2) ** 2 + (p[1] - 1) ** 2,), [(0, 0)], max_evaluations=9)
@@ -73,7 +73,7 @@ def find_minimum(
         random_starts = (tuple(rng.randrange(size) for size in num_choices) for _ in range(restarts))
         for start in itertools.chain(starts, random_starts):
             _descend_from(tuple(start), num_choices, key_cache, rng)
-    except BudgetSpent:
+    except BudgetSpentError:
         if not key_cache.keys_by_point:
             raise
     return key_cache.best_point

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from layoutmap.core.errors import LayoutMapError, PlanError
 from layoutmap.core.text_table import format_bytes
 from layoutmap.cost.search.built_in_maps import BuiltInMap
-from layoutmap.cost.search.descent import BudgetSpent, Point, RankingKey, find_minimum
+from layoutmap.cost.search.descent import BudgetSpentError, Point, RankingKey, find_minimum
 from layoutmap.cost.search.space import LayoutSpace, SearchedModel
 from layoutmap.rules.rule_set import RuleSet
 
@@ -112,11 +112,11 @@ class _BudgetedSearch:
         return self._most - len(self._known)
 
     def evaluate_map(self, name: str, layout_map: RuleSet) -> Candidate:
-        """Return a map with its cost. Raise `BudgetSpent` for a new map after `max_maps` maps."""
+        """Return a map with its cost. Raise `BudgetSpentError` for a new map after `max_maps` maps."""
         key = layout_map.to_yaml()
         if key not in self._known:
             if not self.num_maps_left and self._known:
-                raise BudgetSpent
+                raise BudgetSpentError
             cost, why_not = None, ""
             try:
                 cost = self._evaluate(layout_map)
@@ -146,7 +146,7 @@ class _BudgetedSearch:
         """All maps that were tried."""
         return list(self._known.values())
 
-    def search_from(
+    def search_from_built_in_maps(
         self,
         model: SearchedModel,
         built_in_maps: Sequence[BuiltInMap],
@@ -156,7 +156,7 @@ class _BudgetedSearch:
         """Try the built-in maps. If `is_promising()` is then true, search on the meshes of the best built-in maps.
 
         Raises:
-            BudgetSpent: `max_maps` maps were counted.
+            BudgetSpentError: `max_maps` maps were counted.
         """
         ranking_keys: dict[int, RankingKey] = {}
         for position, built_in in enumerate(built_in_maps):
@@ -179,7 +179,7 @@ class _BudgetedSearch:
             starts = [space.find_point(e.layouts, e.output_specs) for e in on_mesh]
             compute_key = self._make_ranking_key_function(space)
             point = find_minimum(space.num_choices, compute_key, starts, max_evaluations=max_maps, seed=seed)
-            point = self._drop_needless_rules(space, point)
+            point = self._make_point_without_needless_rules(space, point)
             ends.append((compute_key(point), space, point))
         if ends:
             _, space, point = min(ends, key=lambda end: end[0])
@@ -188,7 +188,7 @@ class _BudgetedSearch:
     def _make_ranking_key_function(self, space: LayoutSpace) -> Callable[[Point], RankingKey]:
         return lambda point: self.evaluate_map(_SEARCHED, space.make_layout_map(point)).ranking_key
 
-    def _drop_needless_rules(self, space: LayoutSpace, point: Point) -> Point:
+    def _make_point_without_needless_rules(self, space: LayoutSpace, point: Point) -> Point:
         """Return a point in which groups have their first choice, which needs no rule, if the map is then not worse."""
         compute_key = self._make_ranking_key_function(space)
         for n, choice in enumerate(point):
@@ -199,7 +199,7 @@ class _BudgetedSearch:
 
     def _try_separate_layouts(self, space: LayoutSpace, point: Point, seed: int) -> None:
         """Try maps in which similar groups may have different layouts, until the budget is used."""
-        layouts, blocks = space.get_layouts(point)
+        layouts, blocks = space.get_layouts_of_point(point)
         untied = LayoutSpace(space.model, space.roles, tie_similar=False, extra_layouts=[(layouts, blocks)])
         if len(untied.num_choices) == len(space.num_choices) or self.num_maps_left < 1:
             return
@@ -261,13 +261,15 @@ def search_maps(
 
     remat = _BudgetedSearch(evaluate_remat or evaluate, max_bytes, max_maps, show_progress, True)
     try:
-        with contextlib.suppress(BudgetSpent):
-            usual.search_from(
+        with contextlib.suppress(BudgetSpentError):
+            usual.search_from_built_in_maps(
                 model, built_in_maps, seed, lambda: not (evaluate_remat and _needs_far_too_much_memory(usual))
             )
         if evaluate_remat is not None and _can_recomputing_help(usual):
-            with contextlib.suppress(BudgetSpent):
-                remat.search_from(model, built_in_maps, seed, lambda: _is_remat_better(usual, remat))
+            with contextlib.suppress(BudgetSpentError):
+                remat.search_from_built_in_maps(
+                    model, built_in_maps, seed, lambda: _is_remat_better(usual, remat)
+                )
     except KeyboardInterrupt:
         if usual.choose_best_map() is None:
             raise

@@ -24,7 +24,7 @@ from layoutmap.core.specs import (
 from layoutmap.cost.search.groups import VariableGroup
 
 
-def get_specs(layout: Layout) -> Specs:
+def list_specs_with_none(layout: Layout) -> Specs:
     """Return the sharding specs of a layout, with None for each unsharded axis."""
     return replace_unsharded_by_none(layout.sharding_specs)
 

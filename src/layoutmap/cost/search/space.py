@@ -151,10 +151,12 @@ class LayoutSpace:
 
     def make_layout_map(self, point: Point) -> RuleSet:
         """Return the layout map for a point."""
-        layouts, blocks = self.get_layouts(point)
+        layouts, blocks = self.get_layouts_of_point(point)
         return self.model.make_layout_map(self.roles, layouts, blocks)
 
-    def get_layouts(self, point: Point) -> tuple[dict[VariableGroup, Specs], dict[BlockStack, Specs | None]]:
+    def get_layouts_of_point(
+        self, point: Point
+    ) -> tuple[dict[VariableGroup, Specs], dict[BlockStack, Specs | None]]:
         """Return a point's layouts as two dicts: from variable groups and from stacks of blocks to their specs."""
         layouts: dict[VariableGroup, Specs] = {}
         for groups, choices, choice in zip(self.classes, self._choices, point, strict=False):

@@ -19,14 +19,14 @@ AnyMesh = AbstractMesh | jax.sharding.Mesh
 T = TypeVar("T")
 
 
-def convert_axis_types(mesh: Mesh) -> tuple[AxisType, ...]:
+def get_jax_axis_types(mesh: Mesh) -> tuple[AxisType, ...]:
     """Return the JAX `AxisType` of each dim of a mesh."""
     return tuple(AxisType.Explicit if name == "explicit" else AxisType.Auto for name in mesh.axis_types)
 
 
 def make_abstract_mesh(mesh: Mesh) -> AbstractMesh:
     """Return a mesh without devices, under which programs can be traced."""
-    return AbstractMesh(mesh.shape, mesh.dim_names, axis_types=convert_axis_types(mesh))
+    return AbstractMesh(mesh.shape, mesh.dim_names, axis_types=get_jax_axis_types(mesh))
 
 
 def make_one_device_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
@@ -65,7 +65,7 @@ def make_auto_axes_mesh(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names)
 
 
-def change_axis_types(tree: T, mesh: AbstractMesh) -> T:
+def convert_to_axis_types_of_mesh(tree: T, mesh: AbstractMesh) -> T:
     """Return a tree of the same arrays, not copied, on meshes that have the axis types of `mesh`."""
 
     def change_leaf(leaf: object) -> object:

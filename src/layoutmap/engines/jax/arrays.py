@@ -11,11 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, get_slice_ends, make_full_index, normalize_index
+from layoutmap.core.blocks import (
+    Ends,
+    Index,
+    NumpyArray,
+    get_starts_and_stops,
+    make_full_index,
+    normalize_index,
+)
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.checks import make_bad_dtype_error, make_non_numeric_error
 from layoutmap.engines.jax.devices import Device, get_device_name
-from layoutmap.engines.jax.padded import PaddedArray, Shape, make_padded_reader, unwrap_padded_array
+from layoutmap.engines.jax.padded import PaddedArray, Shape, add_padding_to_block_reader, unwrap_padded_array
 from layoutmap.engines.protocol import Array
 
 
@@ -73,12 +80,12 @@ def create_from_blocks(
         padded: The shape with padding; `None`: there is none.
     """
     if padded is not None and padded != shape:
-        read = make_padded_reader(read, shape, dtype)
+        read = add_padding_to_block_reader(read, shape, dtype)
         return PaddedArray(create_from_blocks(padded, dtype, sharding, read, copy=copy), shape)
     kind = sharding.memory_kind
     holders: dict[Ends, list[Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        holders.setdefault(get_slice_ends(normalize_index(index or (), shape)), []).append(device)
+        holders.setdefault(get_starts_and_stops(normalize_index(index or (), shape)), []).append(device)
     pieces: list[jax.Array] = []
     for ends, devices in holders.items():
         block = np.array(read(tuple(slice(*pair) for pair in ends)), copy=copy or None)
@@ -98,14 +105,16 @@ def constrain_traced_array(array: jax.Array, sharding: NamedSharding) -> jax.Arr
     if AxisType.Explicit not in types.values():
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, sharding.spec))
     # JAX constrains explicit and auto dims by different operations, so apply one after the other.
-    array = jax.sharding.reshard(array, _keep_dims_of_axis_type(sharding.spec, types, AxisType.Explicit))
+    array = jax.sharding.reshard(
+        array, _filter_spec_dims_by_axis_type(sharding.spec, types, AxisType.Explicit)
+    )
     if AxisType.Auto in types.values():
-        spec = _keep_dims_of_axis_type(sharding.spec, types, AxisType.Auto)
+        spec = _filter_spec_dims_by_axis_type(sharding.spec, types, AxisType.Auto)
         array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
     return array
 
 
-def _keep_dims_of_axis_type(
+def _filter_spec_dims_by_axis_type(
     spec: PartitionSpec, axis_types: Mapping[str, AxisType], axis_type: AxisType
 ) -> PartitionSpec:
     """Return a spec with only the mesh dims of one axis type."""
@@ -131,8 +140,8 @@ def iterate_shards(array: jax.Array, *, copy: bool = True) -> Iterator[tuple[Ind
             index, values = array.read_unpadded_shard(shard)
         else:
             index, values = normalize_index(shard.index[: array.ndim], array.shape), np.asarray(shard.data)
-        if get_slice_ends(index) not in seen:
-            seen.add(get_slice_ends(index))
+        if get_starts_and_stops(index) not in seen:
+            seen.add(get_starts_and_stops(index))
             yield index, values
 
 
@@ -149,7 +158,7 @@ def iterate_device_values(array: object) -> Iterator[tuple[str, NumpyArray]]:
             yield get_device_name(shard.device), np.asarray(shard.data)
 
 
-def wait_on_cpu(array: jax.Array) -> jax.Array:
+def wait_for_computation_on_cpu(array: jax.Array) -> jax.Array:
     """Return the array. On CPUs, wait until its computation is finished.
 
     On CPU devices, two programs with collectives that run at the same time can deadlock, so each must finish first.

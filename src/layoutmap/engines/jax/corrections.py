@@ -47,7 +47,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from layoutmap.engines.jax import far_products
 from layoutmap.engines.jax.ambient import use_mesh
 from layoutmap.engines.jax.meshless import remove_sharding_from_type
-from layoutmap.engines.patches import ClosingContext, Patches
+from layoutmap.engines.patches import PatchGroup, SelfClosingContext
 from layoutmap.engines.tested import ImportErrorConverter
 
 with ImportErrorConverter("jax"):
@@ -69,7 +69,7 @@ _num_devices: ContextVar[int | None] = ContextVar("layoutmap_lowers_for_devices"
 """Number of devices of the program that is being lowered. `None`: not known yet."""
 
 
-def install_corrections(mesh_shape: Sequence[int]) -> None:
+def install_lowering_corrections(mesh_shape: Sequence[int]) -> None:
     """Replace the lowering rules of operators that XLA miscompiles, if a mesh of this shape has several devices.
 
     They stay registered, because sharded arrays and JAX's cached programs may exist until the process ends
@@ -418,15 +418,15 @@ def _compute_fft(value: jax.Array, *, fft_type: lax.FftType | str | int, **param
     may choose an axis order in memory that its kernel does not support, so the result's order is constrained.
     """
 
-    def transform_shards(value: jax.Array) -> jax.Array:
+    def compute_fft_of_shards(value: jax.Array) -> jax.Array:
         result = lax.fft_p.bind(value, fft_type=fft_type, **params)
         return with_layout_constraint(result, Layout(tuple(range(result.ndim))))
 
     is_shared_out = fft_type == lax.FftType.FFT and value.ndim > 2
     if not is_shared_out or _is_divisible_by_devices(value.shape[-1], 2):
-        return transform_shards(value)
+        return compute_fft_of_shards(value)
     last = {value.ndim - 1}
-    return _gather_axes(transform_shards(_gather_axes(value, last)), last)
+    return _gather_axes(compute_fft_of_shards(_gather_axes(value, last)), last)
 
 
 # -- convolutions
@@ -453,7 +453,7 @@ def _compute_convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.A
         _gather_within_groups(rhs, rhs_spec[0], groups),
     )
     if is_product:
-        return _convolve_as_product(result_sizes, lhs, rhs, **params)
+        return _convolve_as_einsum(result_sizes, lhs, rhs, **params)
     if groups > 1:  # XLA would transpose the result in the wrong direction, so transpose it here
         numbers = lax.ConvDimensionNumbers(lhs_spec, rhs_spec, lhs_spec)
     result = lax.conv_general_dilated_p.bind(lhs, rhs, **{**params, "dimension_numbers": numbers})
@@ -486,7 +486,7 @@ def _convolve_batch_groups(
     )
     lhs, rhs, sums, dtype = _transpose_and_pad_operands(lhs, rhs, **params)
     lhs, rhs = (each.reshape(groups, -1, *each.shape[1:]) for each in (lhs, rhs))
-    lengths = list(map(_compute_spanned_length, rhs.shape[3:], dilation))
+    lengths = list(map(_compute_dilated_length, rhs.shape[3:], dilation))
     parts: list[jax.Array] = []
     for place in np.ndindex(*result_sizes):
         first = [n * stride for n, stride in zip(place, strides, strict=True)]
@@ -503,7 +503,7 @@ def _convolve_batch_groups(
     )
 
 
-def _convolve_as_product(
+def _convolve_as_einsum(
     result_sizes: Sequence[int], lhs: jax.Array, rhs: jax.Array, **params: Any
 ) -> jax.Array:
     """Compute a convolution in feature groups as one `einsum`. On each spatial axis, window or result has size 1.
@@ -519,7 +519,7 @@ def _convolve_as_product(
         stride if window == 1 else each
         for window, stride, each in zip(windows, strides, dilation, strict=True)
     ]
-    ends = map(_compute_spanned_length, map(max, windows, result_sizes), steps)
+    ends = map(_compute_dilated_length, map(max, windows, result_sizes), steps)
     lhs = lax.slice(lhs, [0] * lhs.ndim, (*lhs.shape[:2], *ends), (1, 1, *steps))
     lhs = lhs.reshape(lhs.shape[0], groups, -1, *lhs.shape[2:])
     rhs = rhs.reshape(groups, -1, rhs.shape[1], *(window for window in windows if window > 1))
@@ -552,7 +552,7 @@ def _transpose_and_pad_operands(
     return lhs, jnp.transpose(rhs, dimension_numbers.rhs_spec), sums, dtype
 
 
-def _compute_spanned_length(count: int, step: int) -> int:
+def _compute_dilated_length(count: int, step: int) -> int:
     """Return the length of an axis that contains `count` elements at a distance of `step`."""
     return (count - 1) * step + 1
 
@@ -574,7 +574,7 @@ def _restore_axis_order(result: jax.Array, dimension_numbers: lax.ConvDimensionN
     return jnp.transpose(result, list(map(dimension_numbers.out_spec.index, range(result.ndim))))
 
 
-_PATCHES = Patches(
+_PATCHES = PatchGroup(
     [
         _LoweringPatch(lax.dot_general_p, _multiply_with_merged_axes),
         _LoweringPatch(lax.conv_general_dilated_p, _compute_convolution),
@@ -604,4 +604,4 @@ _PATCHES = Patches(
         far_products.PATCH,
     ]
 )
-_permanent_use: list[ClosingContext] = []
+_permanent_use: list[SelfClosingContext] = []

@@ -20,8 +20,8 @@ from layoutmap.engines.checks import (
     make_no_devices_error,
     resolve_device_names,
 )
-from layoutmap.engines.jax.ambient import convert_axis_types
-from layoutmap.engines.jax.corrections import install_corrections
+from layoutmap.engines.jax.ambient import get_jax_axis_types
+from layoutmap.engines.jax.corrections import install_lowering_corrections
 
 Device = Any
 _MAX_NATIVES = 4096
@@ -87,14 +87,14 @@ def add_devices_to_mesh(mesh: Mesh, devices: Sequence[Device]) -> Mesh:
 def _make_native_mesh(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> jax.sharding.Mesh:
     devices = np.empty(mesh.size, object)
     devices[:] = find_devices(mesh)
-    install_corrections(mesh.shape)
+    install_lowering_corrections(mesh.shape)
     return jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.dim_names, axis_types=axis_types)
 
 
 def make_named_sharding(layout: Layout) -> NamedSharding:
     """Return the `NamedSharding` of a layout, with one entry per axis."""
     # Meshes that differ only in axis types are equal, so add the types to the cache key.
-    return _get_cached_named_sharding(layout, convert_axis_types(layout.mesh))
+    return _get_cached_named_sharding(layout, get_jax_axis_types(layout.mesh))
 
 
 @functools.lru_cache(_MAX_NATIVES)

@@ -30,16 +30,16 @@ from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.pieces import ArrayMove
-from layoutmap.core.uneven import add_sharding_dim, apply_uneven_policy
+from layoutmap.core.uneven import apply_uneven_policy, derive_layout_with_dim
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.agreement import check_same_initial_values
 from layoutmap.engines.checks import (
+    add_checks_to_block_reader,
     check_function_returns_one_array,
     check_initial_value,
     check_no_initializer_is_missing,
     check_random_mode,
-    make_checked_reader,
-    store_in_cache,
+    store_in_bounded_cache,
 )
 from layoutmap.engines.jax.arrays import (
     canonicalize_values,
@@ -48,23 +48,23 @@ from layoutmap.engines.jax.arrays import (
     create_from_blocks,
     iterate_device_values,
     iterate_shards,
-    wait_on_cpu,
+    wait_for_computation_on_cpu,
 )
 from layoutmap.engines.jax.devices import Device, bind_mesh, find_devices, list_device_names, simulate_devices
-from layoutmap.engines.jax.layouts import ArrayLayouts
+from layoutmap.engines.jax.layouts import ArrayLayoutRegistry
 from layoutmap.engines.jax.moving import make_array_mover
 from layoutmap.engines.jax.padded import (
     PaddedArray,
     Shape,
-    change_padding,
+    change_padding_and_sharding,
     unwrap_padded_array,
     wrap_padded_array,
 )
-from layoutmap.engines.jax.processes import gather_from_processes, share_seeds
+from layoutmap.engines.jax.processes import broadcast_seeds, gather_from_processes
 from layoutmap.engines.jax.programs import (
     ShardedProgram,
     explain_why_sharding_changes_values,
-    suspend_program_context,
+    suspend_jax_context,
     trace_program,
 )
 from layoutmap.engines.jax.trees import find_memory_kind, move_to_memory
@@ -86,7 +86,7 @@ class JaxEngine:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._layouts = ArrayLayouts()
+        self._layouts = ArrayLayoutRegistry()
         self._programs: OrderedDict[Hashable, ShardedProgram | str] = OrderedDict()
 
     # -- devices and layouts
@@ -131,18 +131,18 @@ class JaxEngine:
         made: dict[str, jax.Array] = {}
         checksums: list[tuple[str, int]] = []
         try:
-            with suspend_program_context():
+            with suspend_jax_context():
                 across = next((s for s in shardings.values() if not s.is_fully_addressable), None)
                 devices: list[Device] = [] if across is None else list(across.mesh.devices.flat)  # type: ignore[union-attr]
                 used = {key: initializers[key] for key in assignments}
-                seeds = share_seeds(used, devices)
+                seeds = broadcast_seeds(used, devices)
                 for key, assignment in assignments.items():
                     sharding, initializer = shardings[key], used[key]
                     program = self._get_or_make_program(assignment, initializer, seeds.get(key), sharding)
                     if isinstance(program, ShardedProgram):
-                        array = wait_on_cpu(program(seeds[key]))
+                        array = wait_for_computation_on_cpu(program(seeds[key]))
                         if assignment.layout.host_memory:
-                            array = wait_on_cpu(jax.device_put(array, sharding))
+                            array = wait_for_computation_on_cpu(jax.device_put(array, sharding))
                         if assignment.is_padded:
                             array = _relayout_padded_array(array, assignment.padded_shape, sharding)
                     else:
@@ -171,7 +171,7 @@ class JaxEngine:
     def make_array_mover(
         self, moves: Sequence[ArrayMove], arrays: Sequence[jax.Array], templates: Sequence[jax.Array]
     ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        """Compile and return a function that moves arrays to the layouts of `templates` (see `MakeArrayMover`)."""
+        """Compile and return a function that moves arrays to the layouts of `templates` (see `ArrayMoverFactory`)."""
         move = make_array_mover(moves, arrays, templates)
         layouts = [self.get_layout(like) for like in templates]
 
@@ -194,8 +194,8 @@ class JaxEngine:
     ) -> Any:
         """Create an array from shards that are read one by one (see `Engine.create_from_shards`)."""
         sharding, variable = self._make_checked_sharding(assignment), assignment.variable
-        with suspend_program_context():
-            checked = make_checked_reader(variable, read)
+        with suspend_jax_context():
+            checked = add_checks_to_block_reader(variable, read)
             dtype = np.dtype(jnp.dtype(variable.dtype))
             made = create_from_blocks(
                 variable.shape, dtype, sharding, checked, copy=copy, padded=assignment.padded_shape
@@ -227,7 +227,7 @@ class JaxEngine:
             sharding.is_fully_addressable or not array.is_fully_addressable
         )
         if movable:
-            moved = wait_on_cpu(jax.device_put(array, sharding))
+            moved = wait_for_computation_on_cpu(jax.device_put(array, sharding))
         elif jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             # numpy cannot store random keys, so relayout their data.
             specs = [*layout.sharding_specs, None]
@@ -303,10 +303,12 @@ class JaxEngine:
         check_function_returns_one_array(function, len(closed.out_avals))
         sharding = self._layouts.make_checked_sharding(layout, closed.out_avals[0].shape)  # type: ignore[attr-defined]
         if explain_why_sharding_changes_values(closed):
-            made = wait_on_cpu(jax.jit(call_with_arrays, out_shardings=sharding)(arrays))
+            made = wait_for_computation_on_cpu(jax.jit(call_with_arrays, out_shardings=sharding)(arrays))
         else:
-            made = wait_on_cpu(ShardedProgram(closed, NamedSharding(sharding.mesh, sharding.spec))(arrays))
-            made = wait_on_cpu(jax.device_put(made, sharding))
+            made = wait_for_computation_on_cpu(
+                ShardedProgram(closed, NamedSharding(sharding.mesh, sharding.spec))(arrays)
+            )
+            made = wait_for_computation_on_cpu(jax.device_put(made, sharding))
         return self._layouts.record_layout(made, layout)
 
     # -- helpers
@@ -326,7 +328,13 @@ class JaxEngine:
         if initializer.program is None:
             return "its initializer has no program"
         variable = assignment.variable
-        key = (initializer.program.key, variable.shape, variable.dtype, sharding, _make_seed_signature(seed))
+        key = (
+            initializer.program.key,
+            variable.shape,
+            variable.dtype,
+            sharding,
+            _get_seed_structure_and_dtypes(seed),
+        )
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
@@ -346,7 +354,7 @@ class JaxEngine:
         sharding = NamedSharding(sharding.mesh, sharding.spec)
         program = explain_why_sharding_changes_values(closed) or ShardedProgram(closed, sharding)
         with self._lock:
-            return store_in_cache(self._programs, key, program)
+            return store_in_bounded_cache(self._programs, key, program)
 
 
 @functools.cache
@@ -361,7 +369,7 @@ def _make_even_layout(layout: Layout, shape: Shape) -> Layout:
     even = apply_uneven_policy(layout, shape, "replicate")
     for axis in layout.find_uneven_axes(shape):
         for dim in layout.list_mesh_dims(axis):
-            even = add_sharding_dim(even, shape, dim)
+            even = derive_layout_with_dim(even, shape, dim)
     return even
 
 
@@ -371,13 +379,16 @@ def _relayout_padded_array(array: Array, padded: Shape, sharding: NamedSharding)
     if isinstance(stored, jax.Array) and (stored.shape, stored.sharding) == (padded, sharding):
         return array
     if isinstance(stored, jax.Array) and stored.sharding.device_set == sharding.device_set:
-        with suspend_program_context():
-            return wrap_padded_array(wait_on_cpu(change_padding(stored, shape, padded, sharding)), shape)
+        with suspend_jax_context():
+            return wrap_padded_array(
+                wait_for_computation_on_cpu(change_padding_and_sharding(stored, shape, padded, sharding)),
+                shape,
+            )
     values = np.asarray(array)
     return create_from_blocks(shape, values.dtype, sharding, values.__getitem__, padded=padded)
 
 
-def _make_seed_signature(seed: object) -> Hashable:
+def _get_seed_structure_and_dtypes(seed: object) -> Hashable:
     leaves, tree = jax.tree.flatten(seed)
     return tree, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 

@@ -61,24 +61,26 @@ Axes = Sequence[Sequence[DimPart]]
 """For each axis of a tensor, the mesh dims or parts of dims that shard it, major to minor."""
 
 
-def _wrap_lowering(lower: Callable[..., _mlir.LoweringResult]) -> Callable[..., _mlir.LoweringResult]:
+def _wrap_lowering_to_correct_products(
+    lower: Callable[..., _mlir.LoweringResult],
+) -> Callable[..., _mlir.LoweringResult]:
     """Wrap JAX's lowering of a program so that it inserts barriers into programs for several devices."""
 
     @functools.wraps(lower)
     def lower_and_correct(program_name: str, *args: object, **kwargs: Any) -> _mlir.LoweringResult:
         result = lower(program_name, *args, **kwargs)
         if kwargs.get("num_partitions", 1) > 1:
-            insert_barriers(result.module, program_name)
+            correct_products_in_module(result.module, program_name)
         return result
 
     return lower_and_correct
 
 
-PATCH = AttributePatch(_mlir, "lower_jaxpr_to_module", _wrap_lowering)
+PATCH = AttributePatch(_mlir, "lower_jaxpr_to_module", _wrap_lowering_to_correct_products)
 """Corrects each program for several devices that JAX lowers."""
 
 
-def insert_barriers(module: _ir.Module, program_name: str) -> None:
+def correct_products_in_module(module: _ir.Module, program_name: str) -> None:
     """Change a lowered program in place so that XLA computes its products, gathers, and scatters correctly.
 
     Args:
@@ -117,7 +119,7 @@ def insert_barriers(module: _ir.Module, program_name: str) -> None:
                     _gather_summed_axes(module, products[number], position)
                 # The barrier did not change the result's layout, so replicate the result.
                 elif (number, position) in apart:
-                    _replicate_result(module, result)
+                    _replicate_product_result(module, result)
                     replicated.add((number, position))
                 else:
                     _insert_barrier_after(result)
@@ -149,7 +151,7 @@ def _insert_barrier_after(result: Any) -> None:
     result.replace_all_uses_except(barrier.result, barrier.operation)
 
 
-def _replicate_result(module: _ir.Module, result: Any) -> None:
+def _replicate_product_result(module: _ir.Module, result: Any) -> None:
     """Constrain a result to be replicated, so that later operations slice each device's shard from the whole."""
     layout = _sdy.TensorShardingAttr.get(
         _find_name_of_largest_mesh(module),
@@ -248,9 +250,13 @@ def _find_product_layouts(module: _ir.Module) -> tuple[dict[int, Sequence[_Shard
     for op in _list_products(copy):
         number = op.attributes[_NUMBER_ATTRIBUTE].value
         # A sharding constraint inside `shard_map` is an error, so record no layouts there.
-        layouts[number] = () if _is_in_shard_map(op) else tuple(map(_read_layout, _list_product_values(op)))
+        layouts[number] = (
+            ()
+            if _is_in_shard_map(op)
+            else tuple(map(_read_shardy_layout, _get_compared_operands_and_result(op)))
+        )
         product_layouts = _LAYOUT_CLASSES.get(op.name, _ProductLayouts).from_operation(op, meshes)
-        if (position := product_layouts.find_position_to_redistribute()) is not None:
+        if (position := product_layouts.find_position_of_value_to_redistribute()) is not None:
             to_change.add((number, position))
     return {number: each for number, each in layouts.items() if any(each)}, to_change
 
@@ -262,7 +268,7 @@ def _is_in_shard_map(op: _ir.OpView) -> bool:
     return parent is not None
 
 
-def _list_product_values(op: _ir.OpView) -> Sequence[Any]:
+def _get_compared_operands_and_result(op: _ir.OpView) -> Sequence[Any]:
     lhs, rhs = _get_compared_operand_positions(op)
     return op.operands[lhs], op.operands[rhs], op.results[0]
 
@@ -311,11 +317,11 @@ class _ProductLayouts:
     @classmethod
     def from_operation(cls, op: _ir.OpView, meshes: Mapping[str, Mapping[str, int]]) -> Self:
         """Read the layouts of an operation. If one uses only a part of a mesh dim, split that dim in all layouts."""
-        values = _list_product_values(op)
-        layouts = [_read_layout(value) for value in values]
+        values = _get_compared_operands_and_result(op)
+        layouts = [_read_shardy_layout(value) for value in values]
         named = [meshes.get(str(layout.mesh_or_ref).lstrip("@"), {}) for layout in layouts if layout]
         mesh = max(named, key=len, default={})
-        given = [list(_iterate_dims_by_axis(layout)) if layout else [] for layout in layouts]
+        given = [list(_iterate_dim_parts_by_axis(layout)) if layout else [] for layout in layouts]
         ends = {name: {1, size} for name, size in mesh.items()}
         for name, begin, end in (part for axes in given for axis in axes for part in axis):
             ends[name] |= {begin, end or mesh[name]}
@@ -329,7 +335,7 @@ class _ProductLayouts:
         sizes = [math.prod(operand.type.shape) for operand in values[:2]]
         return cls(tuple(axes), _LABELS[op.name](op), dims, tuple(sizes))  # type: ignore[arg-type]
 
-    def find_position_to_redistribute(self) -> int | None:
+    def find_position_of_value_to_redistribute(self) -> int | None:
         """Return the position of the value to redistribute, or None if XLA computes the product correctly."""
         lhs, rhs = (self._find_dims_of_summed_axes(operand) for operand in (0, 1))
         if lhs & rhs:
@@ -356,16 +362,16 @@ class _ProductLayouts:
     def _find_dims_of_summed_axes(self, position: int, summed_label: Hashable = None) -> set[DimPart]:
         """Return the parts of mesh dims that shard the summed axes of an operand, or only the axis `summed_label`."""
         summed = {*self.labels[0]} & {*self.labels[1]} - {*self.labels[2]}
-        placed = self._label_dim_parts(position).items()
+        placed = self._map_dim_parts_to_axis_labels(position).items()
         return {piece for piece, label in placed if label in summed and summed_label in (None, label)}
 
-    def _label_dim_parts(self, position: int) -> dict[DimPart, Hashable]:
+    def _map_dim_parts_to_axis_labels(self, position: int) -> dict[DimPart, Hashable]:
         """Map each part of a mesh dim that shards a value to the label of the axis that it shards."""
         axes = zip(self.axes[position], self.labels[position], strict=False)
         return {part: label for parts, label in axes for part in parts}
 
     def _is_result_sharded_over(self, parts: set[DimPart]) -> bool:
-        return bool(parts & self._label_dim_parts(_RESULT).keys())
+        return bool(parts & self._map_dim_parts_to_axis_labels(_RESULT).keys())
 
     def _can_reorder_result(self, group_parts: set[DimPart], operand_positions: tuple[int, ...]) -> bool:
         """Return whether XLA may read the result in a different device order than the order that computed it.
@@ -380,20 +386,28 @@ class _ProductLayouts:
         if not self._is_result_sharded_over(group_parts):
             return False
         orders = {
-            tuple(piece for piece in self._sort_dim_parts(self.axes[value]) if piece not in group_parts)
+            tuple(
+                piece
+                for piece in self._list_dim_parts_in_shard_order(self.axes[value])
+                if piece not in group_parts
+            )
             for value in (*operand_positions, _RESULT)
         }
         return (
             len(orders) > 1
             or any(group_parts & {*axis} and {*axis} - group_parts for axis in self.axes[_RESULT])
             or any(
-                label not in (self._label_dim_parts(0).get(piece), self._label_dim_parts(1).get(piece))
-                for piece, label in self._label_dim_parts(_RESULT).items()
+                label
+                not in (
+                    self._map_dim_parts_to_axis_labels(0).get(piece),
+                    self._map_dim_parts_to_axis_labels(1).get(piece),
+                )
+                for piece, label in self._map_dim_parts_to_axis_labels(_RESULT).items()
                 if piece not in group_parts
             )
         )
 
-    def _sort_dim_parts(self, axes: Axes) -> list[DimPart]:
+    def _list_dim_parts_in_shard_order(self, axes: Axes) -> list[DimPart]:
         """Return all parts of the mesh's dims in XLA's shard order. Parts that shard no axis are last."""
         sharded = [part for axis in axes for part in axis]
         return sharded + [part for part in self.dims if part not in sharded]
@@ -402,13 +416,17 @@ class _ProductLayouts:
 class _GatherLayouts(_ProductLayouts):
     """The layouts of a gather's operand, indices, and result."""
 
-    def find_position_to_redistribute(self) -> int | None:
+    def find_position_of_value_to_redistribute(self) -> int | None:
         """Return `_RESULT` if the operand is sharded and a mesh dim shards an axis only in the result, else None."""
-        if not self._label_dim_parts(0):
+        if not self._map_dim_parts_to_axis_labels(0):
             return None
-        found = self._label_dim_parts(_RESULT).items()
+        found = self._map_dim_parts_to_axis_labels(_RESULT).items()
         is_apart = any(
-            label not in (self._label_dim_parts(0).get(piece), self._label_dim_parts(1).get(piece))
+            label
+            not in (
+                self._map_dim_parts_to_axis_labels(0).get(piece),
+                self._map_dim_parts_to_axis_labels(1).get(piece),
+            )
             for piece, label in found
         )
         return _RESULT if is_apart else None
@@ -417,12 +435,13 @@ class _GatherLayouts(_ProductLayouts):
 class _ScatterLayouts(_ProductLayouts):
     """The layouts of a scatter's updates, indices, and result."""
 
-    def find_position_to_redistribute(self) -> int | None:
+    def find_position_of_value_to_redistribute(self) -> int | None:
         """Return `_RESULT` if a mesh dim shards a batch axis in the result, but not in the updates, else None."""
         batch = {*self.labels[1]} & {*self.labels[_RESULT]}
-        found = self._label_dim_parts(_RESULT).items()
+        found = self._map_dim_parts_to_axis_labels(_RESULT).items()
         is_apart = any(
-            label in batch and label != self._label_dim_parts(0).get(piece) for piece, label in found
+            label in batch and label != self._map_dim_parts_to_axis_labels(0).get(piece)
+            for piece, label in found
         )
         return _RESULT if is_apart else None
 
@@ -432,7 +451,9 @@ def _count_shards(parts: Iterable[DimPart]) -> int:
     return math.prod(end // begin for _, begin, end in parts)
 
 
-def _iterate_dims_by_axis(layout: _sdy.TensorShardingAttr) -> Iterator[list[tuple[str, int, int | None]]]:
+def _iterate_dim_parts_by_axis(
+    layout: _sdy.TensorShardingAttr,
+) -> Iterator[list[tuple[str, int, int | None]]]:
     """Yield a list for each axis: the mesh dims that shard it, with start and stop. A whole dim has the stop None."""
     for axis in map(_sdy.DimensionShardingAttr, layout.dimension_shardings):
         found: list[tuple[str, int, int | None]] = []
@@ -444,7 +465,7 @@ def _iterate_dims_by_axis(layout: _sdy.TensorShardingAttr) -> Iterator[list[tupl
         yield found
 
 
-def _read_layout(value: Any) -> _Sharding:
+def _read_shardy_layout(value: Any) -> _Sharding:
     """Return the layout that Shardy gave a value, or None if the value is replicated."""
     owner = value.owner
     if isinstance(owner, _ir.Block):
@@ -526,7 +547,7 @@ def _label_table_axes(
         vector_axis: The axis of the indices that contains the coordinates of one index.
         window_axes: The axes of the rows inside one window.
     """
-    ranks = [len(value.type.shape) for value in _list_product_values(op)]
+    ranks = [len(value.type.shape) for value in _get_compared_operands_and_result(op)]
     labels: list[list[Hashable]] = [[(of, axis) for axis in range(rank)] for of, rank in enumerate(ranks)]
     rows, indices = labels[_RESULT - table_position], labels[1]
     for axis, other in batch_axes:

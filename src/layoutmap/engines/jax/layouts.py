@@ -28,7 +28,7 @@ from layoutmap.engines.protocol import Array, PlacementWithoutLayout
 
 
 # Equal meshes share one JAX mesh, so a weak table stores the mesh with which each array was created (decisions/0033).
-class ArrayLayouts:
+class ArrayLayoutRegistry:
     """Find the layouts of JAX arrays, and record the meshes on which arrays were created.
 
     An abstract mesh and the same mesh with devices share one JAX mesh. The layout of an array on it has the mesh that
@@ -58,7 +58,7 @@ class ArrayLayouts:
         (layout.check_rank if pad else layout.check_fits)(shape, name)
         return self.make_sharding(layout)
 
-    def find_mesh(self, native_mesh: jax.sharding.Mesh) -> Mesh:
+    def find_or_create_mesh(self, native_mesh: jax.sharding.Mesh) -> Mesh:
         """Return the layoutmap mesh that was first converted to this JAX mesh. If there is none, create it.
 
         Raises:
@@ -83,7 +83,7 @@ class ArrayLayouts:
         _, made_on = self._mesh_of_array.get(id(array), (None, None))
         specs, mesh = (
             _cut_or_pad_spec_to_rank(sharding.spec, array.ndim),
-            made_on or self.find_mesh(sharding.mesh),
+            made_on or self.find_or_create_mesh(sharding.mesh),
         )
         return Layout(specs, mesh, memory=find_memory_kind(array) or None)
 

@@ -84,9 +84,9 @@ def _remove_mesh_from_param(key: str, value: object) -> object:
     if key == "ctx_mesh":
         return _EMPTY
     if isinstance(value, ClosedJaxpr):
-        return _remove_mesh_once(value)
+        return _remove_mesh_cached(value)
     if isinstance(value, Jaxpr):
-        return _remove_mesh_once(ClosedJaxpr(value, [])).jaxpr
+        return _remove_mesh_cached(ClosedJaxpr(value, [])).jaxpr
     if type(value) is tuple:
         return tuple(_remove_mesh_from_param("", each) for each in value)
     return value
@@ -95,7 +95,7 @@ def _remove_mesh_from_param(key: str, value: object) -> object:
 _inner: weakref.WeakKeyDictionary[Jaxpr, ClosedJaxpr] = weakref.WeakKeyDictionary()
 
 
-def _remove_mesh_once(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _remove_mesh_cached(closed: ClosedJaxpr) -> ClosedJaxpr:
     if closed.consts:
         return remove_mesh_from_program(closed)
     if closed.jaxpr not in _inner:

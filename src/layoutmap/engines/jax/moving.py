@@ -12,12 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from layoutmap.core.blocks import Index, compute_block_shape, get_slice_ends, make_full_index, normalize_index
+from layoutmap.core.blocks import (
+    Index,
+    compute_block_shape,
+    get_starts_and_stops,
+    make_full_index,
+    normalize_index,
+)
 from layoutmap.core.collective_steps import CollectiveStep, SliceStep, find_collective_steps
 from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
-from layoutmap.engines.jax.arrays import wait_on_cpu
+from layoutmap.engines.jax.arrays import wait_for_computation_on_cpu
 from layoutmap.engines.jax.devices import Device
-from layoutmap.engines.jax.programs import suspend_program_context
+from layoutmap.engines.jax.programs import suspend_jax_context
 from layoutmap.engines.jax.trees import find_memory_kind
 
 _DIM = "device"
@@ -34,7 +40,7 @@ TransferRound = tuple[tuple[int, ...], tuple[tuple[int, ReceivedBlock], ...]]
 def make_array_mover(
     moves: Sequence[ArrayMove], arrays: Arrays, templates: Arrays
 ) -> Callable[[Arrays], Arrays]:
-    """Compile a function that moves arrays to the shardings and dtypes of `templates` (see `MakeArrayMover`)."""
+    """Compile a function that moves arrays to the shardings and dtypes of `templates` (see `ArrayMoverFactory`)."""
     targets = [_TargetArray.from_array(like) for like in templates]
     computed = [
         k
@@ -68,8 +74,8 @@ def make_array_mover(
     ]
 
     def move_arrays(new_arrays: Arrays) -> list[jax.Array]:
-        with suspend_program_context():
-            new_arrays = [_move_to_device_memory(wait_on_cpu(array)) for array in new_arrays]
+        with suspend_jax_context():
+            new_arrays = [_move_to_device_memory(wait_for_computation_on_cpu(array)) for array in new_arrays]
             done = dict(zip(computed, conversions(new_arrays), strict=True))
             # JAX would replicate empty results, so create them directly.
             done |= {k: target.make_zeros() for k, target in enumerate(targets) if 0 in target.shape}
@@ -156,7 +162,7 @@ class _ConversionProgram:
 
     def __call__(self, arrays: Arrays) -> list[jax.Array]:
         made = self._program([_move_to_auto_axes(array) for array in arrays]) if self._moves else []
-        return [wait_on_cpu(array) for array in made]
+        return [wait_for_computation_on_cpu(array) for array in made]
 
     def _copy_and_convert_arrays(self, arrays: Arrays) -> list[jax.Array]:
         # The next training step may donate the source arrays, so copy even arrays that need no conversion.
@@ -227,7 +233,7 @@ class _Transfer:
         steps: tuple[CollectiveStep, ...] | None = None
         if senders == receivers and shape:  # the devices of one mesh can exchange all shards at once
             stored_ends, wanted_ends = (
-                [get_slice_ends(each[device]) for device in senders]
+                [get_starts_and_stops(each[device]) for device in senders]
                 for each in (source_indices, target_indices)
             )
             num_missing = sum(piece.num_elements for piece in pieces if piece.sender != piece.receiver)
@@ -238,7 +244,9 @@ class _Transfer:
             min(source_dtype, target.dtype, key=lambda each: each.itemsize),
             target.dtype,
             steps or (),
-            () if steps else _group_blocks_into_rounds(pieces, source_indices, target_indices, *numbers),
+            ()
+            if steps
+            else _group_block_transfers_into_rounds(pieces, source_indices, target_indices, *numbers),
             target,
         )
 
@@ -255,7 +263,7 @@ def _map_devices_to_indices(sharding: Sharding, shape: tuple[int, ...]) -> dict[
     }
 
 
-def _group_blocks_into_rounds(
+def _group_block_transfers_into_rounds(
     blocks: Iterable[BlockTransfer[Device]],
     source_indices: Mapping[Device, Index],
     target_indices: Mapping[Device, Index],
@@ -311,14 +319,16 @@ class _TransferProgram:
         self._is_local = senders == receivers
         if self._is_local:
             self._run = self._compile_for_mesh(
-                lambda inputs: self._join_blocks(self._exchange_blocks(self._slice_blocks(inputs))),
+                lambda inputs: self._join_blocks(
+                    self._exchange_blocks_of_transfers(self._slice_blocks(inputs))
+                ),
                 0,
                 ins,
                 outs,
             )
             return
         self._send = self._compile_for_mesh(self._slice_blocks, 0, ins, slots)
-        self._move = self._compile_for_mesh(self._exchange_blocks, 2, slots, slots)
+        self._move = self._compile_for_mesh(self._exchange_blocks_of_transfers, 2, slots, slots)
         self._receive = self._compile_for_mesh(self._join_blocks, 1, slots, outs)
 
     def __call__(self, arrays: Arrays) -> list[jax.Array]:
@@ -326,7 +336,10 @@ class _TransferProgram:
         made = self._run(given) if self._is_local else self._send_exchange_and_receive(given)
         return [
             _join_shards(
-                each.target.shape, each.target.sharding, _list_shards(wait_on_cpu(array)), each.target.dtype
+                each.target.shape,
+                each.target.sharding,
+                _list_shards(wait_for_computation_on_cpu(array)),
+                each.target.dtype,
             )
             for each, array in zip(self._transfers, made, strict=True)
         ]
@@ -362,7 +375,7 @@ class _TransferProgram:
         place, found = jax.lax.axis_index(_DIM), list[list[jax.Array]]()
         for first, *others in self._groups:
             transfer = self._transfers[first]
-            stacked = _view_as_integers(
+            stacked = _view_small_floats_as_integers(
                 jnp.stack([shards[k] for k in (first, *others)]).astype(transfer.sent_dtype)
             )
             found.append([stacked] if transfer.steps else [])
@@ -374,7 +387,7 @@ class _TransferProgram:
                 found[-1].append(jax.lax.dynamic_slice(stacked, begin, (len(stacked), *shape)))
         return found
 
-    def _exchange_blocks(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    def _exchange_blocks_of_transfers(self, sent: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """Exchange blocks, and return blocks that this device receives. Rounds of the same devices run together."""
         together: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for c, (first, *_) in enumerate(self._groups):
@@ -404,12 +417,14 @@ class _TransferProgram:
             [(len(numbers), *shape) for shape, _ in self._transfers[numbers[0]].rounds]
             for numbers in self._groups
         ]
-        dtypes = [_choose_sent_dtype(self._transfers[numbers[0]].sent_dtype) for numbers in self._groups]
+        dtypes = [
+            _choose_dtype_for_sending(self._transfers[numbers[0]].sent_dtype) for numbers in self._groups
+        ]
         held: dict[tuple[int, int, Device], jax.Array] = {
             (c, r, shard.device): shard.data
             for c, row in enumerate(blocks or [])
             for r, slot in enumerate(row)
-            for shard in wait_on_cpu(slot).addressable_shards
+            for shard in wait_for_computation_on_cpu(slot).addressable_shards
         }
         places = [(c, r, device) for c, row in enumerate(shapes) for r in range(len(row)) for device in local]
         missing = [place for place in places if place not in held]
@@ -445,7 +460,9 @@ class _TransferProgram:
     def _assemble_received_blocks(self, transfer: _Transfer, num_arrays: int, blocks: Arrays) -> jax.Array:
         """Return this device's shards of stacked arrays, assembled from the blocks that it got in each round."""
         num_devices, place = self._meshes[1].size, jax.lax.axis_index(_DIM)
-        made = _view_as_integers(jnp.zeros((num_arrays, *transfer.target_shape), transfer.sent_dtype))
+        made = _view_small_floats_as_integers(
+            jnp.zeros((num_arrays, *transfer.target_shape), transfer.sent_dtype)
+        )
         for (shape, rows), piece in zip(transfer.rounds, blocks, strict=True):
             if shape == transfer.target_shape and len(rows) == num_devices:
                 return piece
@@ -497,13 +514,13 @@ def _group_equal_transfers(transfers: Sequence[_Transfer]) -> list[list[int]]:
 
 
 # On CPUs, XLA widens 16-bit floats to 32 bits in collectives, so send their bits as integers.
-def _view_as_integers(array: jax.Array) -> jax.Array:
+def _view_small_floats_as_integers(array: jax.Array) -> jax.Array:
     """Reinterpret floats of 8 or 16 bits as unsigned integers, and return other arrays unchanged."""
-    dtype = _choose_sent_dtype(array.dtype)
+    dtype = _choose_dtype_for_sending(array.dtype)
     return array if dtype == array.dtype else jax.lax.bitcast_convert_type(array, dtype)
 
 
-def _choose_sent_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _choose_dtype_for_sending(dtype: np.dtype[Any]) -> np.dtype[Any]:
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16)
     return np.dtype(f"uint{8 * dtype.itemsize}") if is_narrow else dtype
 

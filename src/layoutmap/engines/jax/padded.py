@@ -92,7 +92,7 @@ class PaddedArray:
         """Return an array of the logical shape, gathered along the padded axes."""
         if isinstance(self.array, jax.core.Tracer):
             return unpad_array(self.array, self.shape)
-        pairs = zip(self.shape, self.array.shape, _list_axis_specs(self.sharding, self.ndim), strict=True)
+        pairs = zip(self.shape, self.array.shape, _pad_spec_to_rank(self.sharding, self.ndim), strict=True)
         spec = PartitionSpec(*(each if size == padded else None for size, padded, each in pairs))
         sharding = NamedSharding(self.sharding.mesh, spec)
         with use_mesh(
@@ -177,7 +177,9 @@ def _gather_without_padding(array: jax.Array, shape: Shape, sharding: NamedShard
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def change_padding(array: jax.Array, shape: Shape, padded_shape: Shape, sharding: NamedSharding) -> jax.Array:
+def change_padding_and_sharding(
+    array: jax.Array, shape: Shape, padded_shape: Shape, sharding: NamedSharding
+) -> jax.Array:
     """Return a padded array with a new padding and sharding on the same devices. `shape` is the unpadded shape."""
     return jax.lax.with_sharding_constraint(pad_array(unpad_array(array, shape), padded_shape), sharding)
 
@@ -224,7 +226,7 @@ def replace_padded_arrays_by_shapes(tree: T) -> T:
     return jax.tree.map(replace_leaf, tree)
 
 
-def wrap_to_take_stored_arrays(
+def wrap_function_for_stored_arrays(
     function: Callable[..., T], *trees: object
 ) -> tuple[Callable[..., T], list[Array]]:
     """Return a pair: `function` with one argument per stored, padded array of `trees`, and the list of these arrays."""
@@ -239,7 +241,9 @@ def wrap_to_take_stored_arrays(
     return call_with_logical_arrays, list(map(unwrap_padded_array, leaves))
 
 
-def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]) -> BlockReader:
+def add_padding_to_block_reader(
+    read: BlockReader, shape: Sequence[int], dtype: np.dtype[np.generic]
+) -> BlockReader:
     """Wrap `read`, which returns unpadded blocks, so that it accepts indices in the padding and returns zeros there."""
 
     def read_padded_values(index: Index) -> NumpyArray:
@@ -254,5 +258,5 @@ def make_padded_reader(read: BlockReader, shape: Sequence[int], dtype: np.dtype[
     return read_padded_values
 
 
-def _list_axis_specs(sharding: NamedSharding, rank: int) -> list[Array]:
+def _pad_spec_to_rank(sharding: NamedSharding, rank: int) -> list[Array]:
     return [*sharding.spec, *[None] * (rank - len(sharding.spec))]

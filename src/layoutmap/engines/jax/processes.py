@@ -67,7 +67,7 @@ def _make_process_sharding(devices: tuple[Device, ...]) -> NamedSharding:
     return NamedSharding(jax.sharding.Mesh(column, ("process",)), PartitionSpec("process"))
 
 
-def share_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
+def broadcast_seeds(initializers: Mapping[str, Initializer], devices: Sequence[Device]) -> dict[str, object]:
     """Return the seed of each initializer that has a program, by key. All processes get the seeds of process 0.
 
     Args:

@@ -54,7 +54,7 @@ CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 
 
 @contextmanager
-def suspend_program_context() -> Generator[None]:
+def suspend_jax_context() -> Generator[None]:
     """Suspend tracing, the mesh of `jax.set_mesh`, and `jax.disable_jit` until the block ends."""
     with jax.core.eval_context(), ExitStack() as stack:
         stack.enter_context(suspend_ambient_mesh())
@@ -170,7 +170,7 @@ class ShardedProgram:
             if eqn.primitive.name not in _EXACT_MOVES and any(map(_has_rounding_dtype, eqn.outvars)):
                 groups.append([])
         groups = [group for group in groups if group]
-        needs = [_list_group_inputs(group) for group in groups]
+        needs = [_list_inputs_of_operations(group) for group in groups]
         shape = self._result.aval.shape
         segments: list[_ProgramSegment] = []
         for i, group in enumerate(groups):
@@ -182,7 +182,7 @@ class ShardedProgram:
                 out = [_choose_intermediate_sharding(var.aval, shape, sharding) for var in outputs]
                 segments.append(
                     _ProgramSegment(
-                        _compile_group(group, needs[i], outputs, out), tuple(needs[i]), outputs, last
+                        _compile_operations(group, needs[i], outputs, out), tuple(needs[i]), outputs, last
                     )
                 )
         self._segments = segments
@@ -240,7 +240,7 @@ def _replace_literals(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Va
     return [eqn.replace(invars=[replace_literal(var) for var in eqn.invars]) for eqn in eqns], literals
 
 
-def _list_group_inputs(group: Sequence[JaxprEqn]) -> list[Var]:
+def _list_inputs_of_operations(group: Sequence[JaxprEqn]) -> list[Var]:
     """Return the variables that a group of operations uses and does not compute, each once, in order."""
     made: set[Var] = {var for eqn in group for var in eqn.outvars}
     return list(
@@ -250,7 +250,7 @@ def _list_group_inputs(group: Sequence[JaxprEqn]) -> list[Var]:
     )
 
 
-def _compile_group(
+def _compile_operations(
     group: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Var], out_shardings: object
 ) -> Callable[..., Sequence[jax.Array]]:
     return jax.jit(jaxpr_as_fun(make_closed_jaxpr(group, inputs, outputs)), out_shardings=out_shardings)

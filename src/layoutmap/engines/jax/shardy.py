@@ -39,7 +39,7 @@ MARK = "layoutmap_mark"
 """The dim of a mesh whose sharding constraints mark layer outputs. They are replaced by layouts later."""
 
 
-def _make_jaxlib_error(missing: str) -> EngineError:
+def _make_unsupported_jaxlib_error(missing: str) -> EngineError:
     return EngineError(
         f"jaxlib {jaxlib.version.__version__}: the layouts of a step cannot be found",
         facts={"missing": missing, "tested on": f"jaxlib {TESTED}"},
@@ -71,16 +71,18 @@ def parse_module(text: str | bytes) -> _ir.Module:
 def check_shardy_passes() -> None:
     """Raise an `EngineError` if this jaxlib lacks MLIR's bindings or Shardy's passes."""
     if _missing:
-        raise _make_jaxlib_error(_missing)
+        raise _make_unsupported_jaxlib_error(_missing)
     with make_mlir_context():
         try:
             _PassManager.parse(PASS)
         except (ValueError, RuntimeError) as error:
             said = str(error)
-            raise _make_jaxlib_error(said.partition("error: ")[2].partition("\n")[0] or said) from error
+            raise _make_unsupported_jaxlib_error(
+                said.partition("error: ")[2].partition("\n")[0] or said
+            ) from error
 
 
-def format_sharding(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
+def format_layout_for_shardy(layout: Layout | None, rank: int, mesh: str = MESH) -> str:
     """Return a layout as text for Shardy. Axes beyond its rank are unsharded. `None` lets Shardy choose all axes."""
     if layout is None:
         return f"<@{mesh}, [{', '.join(['{?}'] * rank)}]>"
@@ -120,10 +122,10 @@ def copy_module_with_layouts(
             ("arg_attrs", argument_layouts, main.type.inputs, donated),
             ("res_attrs", result_layouts, main.type.results, {}),
         ):
-            main.attributes[name] = _make_layout_attributes(main.attributes, name, layouts, types, aliases)
-        for op in list_layer_marks(copy):
+            main.attributes[name] = _add_layouts_to_attributes(main.attributes, name, layouts, types, aliases)
+        for op in list_layer_output_markers(copy):
             name, shape = getattr(op.location, "name_str", ""), tuple(op.results[0].type.shape)
-            _replace_mark_by_layout(op, choose_layer_output_layout(name, shape))
+            _replace_marker_by_layout(op, choose_layer_output_layout(name, shape))
         return copy
 
 
@@ -248,7 +250,7 @@ def _replace_chlo_operation(op: _ir.Operation) -> None:
 _SYMBOLS = "ijklmnopq"
 
 
-def list_layer_marks(module: Module) -> list[_ir.Operation]:
+def list_layer_output_markers(module: Module) -> list[_ir.Operation]:
     """List the operations that mark layer outputs in a module, in order."""
     mark_meshes = {
         op.attributes["sym_name"].value
@@ -256,22 +258,24 @@ def list_layer_marks(module: Module) -> list[_ir.Operation]:
         if op.operation.name == "sdy.mesh" and f'"{MARK}"' in str(op.attributes["mesh"])
     }
 
-    def is_layer_mark(op: _ir.Operation) -> bool:
+    def is_layer_output_marker(op: _ir.Operation) -> bool:
         return str(op.attributes["sharding"]).partition("@")[2].partition(",")[0] in mark_meshes
 
-    return list(filter(is_layer_mark, list_operations(module, "sdy.sharding_constraint")))
+    return list(filter(is_layer_output_marker, list_operations(module, "sdy.sharding_constraint")))
 
 
-def _replace_mark_by_layout(op: _ir.Operation, layout: Layout | None) -> None:
+def _replace_marker_by_layout(op: _ir.Operation, layout: Layout | None) -> None:
     rank = len(op.results[0].type.shape)
     if layout is None or layout.rank != rank:
         op.results[0].replace_all_uses_with(op.operands[0])
         op.erase()
     else:
-        op.attributes["sharding"] = _ir.Attribute.parse(f"#sdy.sharding{format_sharding(layout, rank)}")
+        op.attributes["sharding"] = _ir.Attribute.parse(
+            f"#sdy.sharding{format_layout_for_shardy(layout, rank)}"
+        )
 
 
-def _make_layout_attributes(
+def _add_layouts_to_attributes(
     attributes: Mapping[str, Any],
     name: str,
     layouts: Sequence[Layout | None],
@@ -283,7 +287,7 @@ def _make_layout_attributes(
     for number, (each, layout, kind) in enumerate(zip(before, layouts, types, strict=True)):
         entries = {entry.name: entry.attr for entry in each} if each else {}
         if layout is not None:
-            text = format_sharding(layout, len(kind.shape))
+            text = format_layout_for_shardy(layout, len(kind.shape))
             entries["sdy.sharding"] = _ir.Attribute.parse(f"#sdy.sharding{text}")
         if number in aliases:
             entries["tf.aliasing_output"] = _ir.Attribute.parse(aliases[number])

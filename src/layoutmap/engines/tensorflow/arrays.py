@@ -36,7 +36,7 @@ from layoutmap.engines.tensorflow.devices import (
     NativeLayout,
     NativeMesh,
     bind_mesh,
-    convert_native_mesh,
+    convert_from_native_mesh,
     make_native_layout,
 )
 
@@ -56,7 +56,7 @@ _mesh_of_native: OrderedDict[str, Mesh] = OrderedDict()
 _MADE_IN = "_layoutmap_layout"
 
 
-def convert_layout(layout: Layout) -> NativeLayout:
+def convert_to_native_layout(layout: Layout) -> NativeLayout:
     """Convert a layout to a DTensor layout, and record its mesh, so that `get_layout` returns the same mesh."""
     native = make_native_layout(layout)
     with _lock:
@@ -95,7 +95,7 @@ def find_placement(array: object, meshes: Sequence[Mesh] = ()) -> Layout | Place
 def _find_recorded_mesh(native_mesh: NativeMesh) -> Mesh:
     with _lock:
         known = _mesh_of_native.get(native_mesh.to_string())
-    return known or convert_native_mesh(native_mesh)
+    return known or convert_from_native_mesh(native_mesh)
 
 
 def record_layout(array: T, layout: Layout) -> T:
@@ -104,10 +104,10 @@ def record_layout(array: T, layout: Layout) -> T:
     return array
 
 
-def convert_fitting_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
+def check_and_convert_layout(layout: Layout, shape: tuple[int, ...], name: str = "layout") -> NativeLayout:
     """Convert a layout to a DTensor layout, or raise if the layout does not fit the shape."""
     layout.check_fits(shape, name)
-    return convert_layout(layout)
+    return convert_to_native_layout(layout)
 
 
 def check_dtype(name: str, path: str) -> None:
@@ -186,7 +186,7 @@ def create_from_blocks(
     shape: tuple[int, ...], layout: Layout, read: BlockReader, *, copy: bool = True
 ) -> tf.Tensor:
     """Create a tensor from blocks, each read once. Without `copy`, blocks must not change: memory may be shared."""
-    native = convert_layout(layout)
+    native = convert_to_native_layout(layout)
     device_of = dict(zip(native.mesh.local_device_ids(), native.mesh.local_devices(), strict=True))
     made: dict[int, tf.Tensor] = {}
     for index, holders in group_devices_by_shard(layout, shape, device_of).values():
@@ -218,7 +218,7 @@ def relayout_tensor(array: Array, layout: Layout) -> tf.Tensor:
     if not tf.executing_eagerly():
         return relayout_in_trace(array, layout)
     present = get_layout(array)
-    if present is not None and convert_layout(present) == convert_layout(layout):
+    if present is not None and convert_to_native_layout(present) == convert_to_native_layout(layout):
         tensor = unwrap_variable(array)
         if tensor is array and present == layout:
             return tensor
@@ -240,13 +240,13 @@ def relayout_tensor(array: Array, layout: Layout) -> tf.Tensor:
 def relayout_in_trace(tensor: Array, layout: Layout) -> tf.Tensor:
     """Return a tensor in a new layout, inside a traced function. Its gradient has the old layout."""
     with default_mesh_lock:
-        return dtensor.relayout(tensor, convert_layout(layout))
+        return dtensor.relayout(tensor, convert_to_native_layout(layout))
 
 
-def relayout_with_size_one_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
+def relayout_and_keep_size_one_dims(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     """Relayout a result inside a trace, so that its DTensor layout also names mesh dims of size 1."""
     native = make_native_layout(layout, keeps_dims_of_size_1=True)
-    if tf.executing_eagerly() or native == convert_layout(layout):
+    if tf.executing_eagerly() or native == convert_to_native_layout(layout):
         return tensor
     with default_mesh_lock:
         return dtensor.relayout(tensor, native)
@@ -268,8 +268,8 @@ def _replicate_over_processes(tensor: tf.Tensor, layout: Layout) -> tf.Tensor:
     components = [_reinterpret_as_integers(c.numpy(), integer) for c in dtensor.unpack(tensor)]
     flat = [tf.constant(c) for c in components]
     pieces = Layout([*layout.sharding_specs, None], layout.mesh)
-    packed = dtensor.pack(flat, convert_layout(pieces))
-    joined = dtensor.relayout(packed, convert_layout(Layout.replicated(layout.mesh, pieces.rank)))
+    packed = dtensor.pack(flat, convert_to_native_layout(pieces))
+    joined = dtensor.relayout(packed, convert_to_native_layout(Layout.replicated(layout.mesh, pieces.rank)))
     values = _reinterpret_integers_as_dtype(dtensor.unpack(joined)[0].numpy(), tensor.dtype.as_numpy_dtype)
     return create_from_blocks(
         get_static_shape(tensor), Layout.replicated(layout.mesh, layout.rank), values.__getitem__

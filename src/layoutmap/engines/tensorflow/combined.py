@@ -88,7 +88,7 @@ def read_collected_value(variable: tf.Variable) -> tf.Tensor | None:
     return tf.stop_gradient(found[1])
 
 
-class StepFunction:
+class StepWithWritesAtEnd:
     """Compile a training step so that it writes variables at its end, unless the order of its writes matters."""
 
     def __init__(self, step: Callable[..., object], **options: Any):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from layoutmap.core.layout import Layout
 from layoutmap.engines.protocol import Array
 from layoutmap.engines.tensorflow.arrays import (
-    convert_fitting_layout,
+    check_and_convert_layout,
     get_static_shape,
     relayout_in_trace,
     relayout_tensor,
@@ -23,7 +23,7 @@ def constrain_layout(tensor: Array, layout: Layout) -> tf.Tensor:
     So the gradient of a gathered weight is moved to the weight's layout once, and not twice.
     """
     if tensor.shape.rank is not None:
-        convert_fitting_layout(layout, get_static_shape(unwrap_variable(tensor)))
+        check_and_convert_layout(layout, get_static_shape(unwrap_variable(tensor)))
     if tf.executing_eagerly() or not tensor.dtype.is_floating:
         return relayout_tensor(tensor, layout)
 

@@ -138,7 +138,7 @@ def make_native_specs(layout: Layout, *, keeps_dims_of_size_1: bool = False) -> 
     return specs
 
 
-def convert_native_mesh(native_mesh: NativeMesh) -> Mesh:
+def convert_from_native_mesh(native_mesh: NativeMesh) -> Mesh:
     """Return the `Mesh` of layoutmap for a mesh of DTensor, with short device names."""
     mesh = Mesh.from_string(native_mesh.to_string())
     names = mesh.devices or ()

@@ -19,33 +19,33 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import BlockReader, NumpyArray, get_slice_ends
+from layoutmap.core.blocks import BlockReader, NumpyArray, get_starts_and_stops
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.variables import Assignment
 from layoutmap.engines.checks import (
+    add_checks_to_block_reader,
     check_function_returns_one_array,
     check_initial_value,
     check_no_initializer_is_missing,
     check_random_mode,
-    make_checked_reader,
-    store_in_cache,
+    store_in_bounded_cache,
 )
 from layoutmap.engines.tensorflow.arrays import (
     canonicalize_values,
+    check_and_convert_layout,
     check_dtype,
-    convert_fitting_layout,
-    convert_layout,
+    convert_to_native_layout,
     create_from_blocks,
     find_placement,
     get_layout,
     get_static_shape,
     iterate_device_values,
     iterate_shards,
+    relayout_and_keep_size_one_dims,
     relayout_tensor,
-    relayout_with_size_one_dims,
     to_numpy,
 )
 from layoutmap.engines.tensorflow.devices import (
@@ -55,7 +55,11 @@ from layoutmap.engines.tensorflow.devices import (
     simulate_devices,
 )
 from layoutmap.engines.tensorflow.pieces import PiecewiseInitializer
-from layoutmap.engines.tensorflow.processes import check_same_checksums, gather_from_processes, share_seeds
+from layoutmap.engines.tensorflow.processes import (
+    broadcast_seeds,
+    check_same_checksums,
+    gather_from_processes,
+)
 from layoutmap.engines.tensorflow.run_on import run_on
 from layoutmap.engines.tensorflow.selfcheck import check_dtensor_results
 from layoutmap.engines.tensorflow.variable import DVariable
@@ -103,7 +107,7 @@ class TensorFlowEngine:
     def make_native_layout(self, layout: Layout, rank: int) -> tf.experimental.dtensor.Layout:
         """Return the `tf.experimental.dtensor.Layout` of a layout."""
         layout.check_rank((None,) * rank)
-        return convert_layout(layout)
+        return convert_to_native_layout(layout)
 
     # -- arrays
 
@@ -128,7 +132,7 @@ class TensorFlowEngine:
         try:
             with tf.init_scope():
                 used = {key: initializers[key] for key in assignments}
-                seeds = share_seeds(used)
+                seeds = broadcast_seeds(used)
                 for key, assignment in assignments.items():
                     made[key], computed = self._create_initial_value(assignment, used[key], seeds.get(key))
                     checksums.append((assignment.variable.path, computed))
@@ -149,7 +153,7 @@ class TensorFlowEngine:
         variable = assignment.variable
         with tf.init_scope():
             return create_from_blocks(
-                variable.shape, assignment.layout, make_checked_reader(variable, read), copy=copy
+                variable.shape, assignment.layout, add_checks_to_block_reader(variable, read), copy=copy
             )
 
     def get_writable_memory(self, array: object) -> tuple[()]:
@@ -163,13 +167,13 @@ class TensorFlowEngine:
         """
         if isinstance(array, self.array_types):
             if array.shape.rank is not None:  # in a tf.function it may be unknown: skip the check
-                convert_fitting_layout(layout, tuple(array.shape))
-            return relayout_with_size_one_dims(relayout_tensor(array, layout), layout)
+                check_and_convert_layout(layout, tuple(array.shape))
+            return relayout_and_keep_size_one_dims(relayout_tensor(array, layout), layout)
         values = canonicalize_values(array)
-        convert_fitting_layout(layout, values.shape)
+        check_and_convert_layout(layout, values.shape)
         with tf.init_scope():
             made = create_from_blocks(values.shape, layout, values.__getitem__)
-        return relayout_with_size_one_dims(made, layout)
+        return relayout_and_keep_size_one_dims(made, layout)
 
     def make_variable(self, array: object, *, name: str = "", trainable: bool = True) -> DVariable:
         """Return a `DVariable` with the tensor as its value."""
@@ -201,10 +205,10 @@ class TensorFlowEngine:
             program = PiecewiseInitializer(lambda _: function(*args, **kwargs), ())
             if not program.why_global:
                 shape = get_static_shape(program.outputs[0])
-                convert_fitting_layout(layout, shape)
+                check_and_convert_layout(layout, shape)
                 with tf.init_scope():
                     made = _create_tensor_in_pieces(program, (), shape, layout)
-                return relayout_with_size_one_dims(made, layout)
+                return relayout_and_keep_size_one_dims(made, layout)
         results = tf.nest.flatten(function(*args, **kwargs))
         check_function_returns_one_array(function, len(results))
         return self.relayout(results[0], layout)
@@ -215,7 +219,7 @@ class TensorFlowEngine:
         """Return DTensor's layout of an assignment, or raise if it does not support the dtype or the layout."""
         variable = assignment.variable
         check_dtype(variable.dtype, variable.path)
-        return convert_fitting_layout(assignment.layout, variable.shape, variable.path)
+        return check_and_convert_layout(assignment.layout, variable.shape, variable.path)
 
     def _create_initial_value(
         self, assignment: Assignment, initializer: Initializer, seed: object
@@ -242,14 +246,14 @@ class TensorFlowEngine:
 
     def _get_or_make_program(self, initializer: Initializer) -> PiecewiseInitializer:
         assert initializer.program is not None
-        key = (initializer.program.key, _make_seed_signature(initializer.program.seed))
+        key = (initializer.program.key, _get_seed_structure_and_dtypes(initializer.program.seed))
         with self._lock:
             if key in self._programs:
                 self._programs.move_to_end(key)
                 return self._programs[key]
         program = PiecewiseInitializer(initializer.program.function, initializer.program.seed)
         with self._lock:
-            return store_in_cache(self._programs, key, program)
+            return store_in_bounded_cache(self._programs, key, program)
 
 
 @functools.cache
@@ -261,12 +265,14 @@ def engine() -> TensorFlowEngine:
 def _create_tensor_in_pieces(
     program: PiecewiseInitializer, seed: object, shape: tuple[int, ...], layout: Layout
 ) -> tf.Tensor:
-    native = convert_layout(layout)
+    native = convert_to_native_layout(layout)
     indices = [layout.shard_slices(shape, place) for place in native.mesh.local_device_ids()]
     blocks = program.compute_blocks(seed, indices)
-    return create_from_blocks(shape, layout, lambda index: blocks.pop(get_slice_ends(index)), copy=False)
+    return create_from_blocks(
+        shape, layout, lambda index: blocks.pop(get_starts_and_stops(index)), copy=False
+    )
 
 
-def _make_seed_signature(seed: object) -> Hashable:
+def _get_seed_structure_and_dtypes(seed: object) -> Hashable:
     leaves = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(seed)]
     return repr(tf.nest.map_structure(lambda _: 0, seed)), tuple((tuple(s.shape), s.dtype) for s in leaves)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_slice_ends
+from layoutmap.core.blocks import Ends, Index, NumpyArray, compute_block_shape, get_starts_and_stops
 
 _PIECE_BYTES = 16 << 20
 _RNG_GROUP = 4  # TensorFlow draws groups of up to four numbers, so spans start at multiples of four
@@ -71,7 +71,7 @@ class PiecewiseInitializer:
         by_rows: dict[tuple[int, int], dict[Ends, Index]] = {}
         for index in indices:
             rows = (index[0].start, index[0].stop) if index else (0, 1)
-            by_rows.setdefault(rows, {})[get_slice_ends(index)] = index
+            by_rows.setdefault(rows, {})[get_starts_and_stops(index)] = index
         made: dict[Ends, NumpyArray] = {}
         for (first, last), wanted in by_rows.items():
             for ends, index in wanted.items():
@@ -164,7 +164,7 @@ class _SeedEvaluation:
         if not self._program.is_computed_in_spans(output):
             return self._compute_full_tensor(output).numpy().reshape(-1)
         aligned = start - start % _RNG_GROUP
-        span = self._compute_span_once(output, {}, aligned, start - aligned + count)
+        span = self._compute_cached_span(output, {}, aligned, start - aligned + count)
         return span.numpy()[start - aligned :]
 
     def _compute_full_tensor(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -181,7 +181,9 @@ class _SeedEvaluation:
             self._full_tensors[tensor.ref()] = value
         return self._full_tensors[tensor.ref()]
 
-    def _compute_span_once(self, tensor: tf.Tensor, cache: TensorCache, start: int, count: int) -> tf.Tensor:
+    def _compute_cached_span(
+        self, tensor: tf.Tensor, cache: TensorCache, start: int, count: int
+    ) -> tf.Tensor:
         if tensor.ref() not in cache:
             cache[tensor.ref()] = self._compute_span(tensor, cache, start, count)
         return cache[tensor.ref()]
@@ -200,7 +202,7 @@ class _SeedEvaluation:
             source = getattr(tf.raw_ops, op.type)
             return source(shape=[count], key=key, counter=moved, alg=algorithm, dtype=tensor.dtype)
         operands = [
-            self._compute_span_once(operand, cache, start, count)
+            self._compute_cached_span(operand, cache, start, count)
             if self._program.is_computed_in_spans(operand)
             else tf.reshape(self._compute_full_tensor(operand), [])
             for operand in op.inputs

@@ -17,7 +17,7 @@ from layoutmap.engines.tensorflow.devices import NativeMesh, list_device_names, 
 dtensor = tf.experimental.dtensor
 
 
-def share_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
+def broadcast_seeds(initializers: Mapping[str, Initializer]) -> dict[str, object]:
     """Return the seed of each initializer that has a program, by key. All processes get the seeds of process 0."""
     seeds = {key: each.program.seed for key, each in initializers.items() if each.program is not None}
     if dtensor.num_clients() == 1:

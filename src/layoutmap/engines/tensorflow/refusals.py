@@ -61,7 +61,7 @@ def is_refusal_before_run(message: str) -> bool:
     return bool(_BEFORE_RUN.search(message))
 
 
-def find_problem_line(message: str) -> str:
+def find_refusal_line(message: str) -> str:
     """Return the line of a message of DTensor that states the problem."""
     lines = (line.strip() for line in message.splitlines() if "rror:" in line or "got a" in line)
     first = next(lines, "") or message.partition(" Input tensor is")[0]
@@ -73,7 +73,7 @@ def shorten_function_name(name: str) -> str:
     return name.removeprefix("__inference_").rpartition("_")[0] if name.startswith("__inference_") else name
 
 
-def translate_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
+def convert_refusal_to_engine_error(error: tf.errors.OpError) -> tf.errors.OpError:
     """Convert a refusal of DTensor to an error of both layoutmap and TensorFlow. Return other errors unchanged."""
     if isinstance(error, _RefusalError) or not is_dtensor_refusal(error):
         return error
@@ -98,7 +98,7 @@ def translate_refusal(error: tf.errors.OpError) -> tf.errors.OpError:
     return _CLASSES[type(error)](
         error,
         f"TensorFlow's DTensor cannot compute {next(filter(None, named.groups())) if named else 'an operation'}",
-        facts={"TensorFlow": find_problem_line(error.message)},
+        facts={"TensorFlow": find_refusal_line(error.message)},
         why="DTensor has no rule for the operation, or for the layouts of its operands",
         fix="compute it eagerly in a block of layoutmap.dtensor.run_on(mesh); in a tf.function, relayout its operands "
         "to Layout.replicated before",
@@ -109,10 +109,10 @@ def _wrap_status_conversion(
     convert: Callable[[object], tf.errors.OpError],
 ) -> Callable[[object], tf.errors.OpError]:
     """Wrap TensorFlow's conversion of a status to an error so that it converts refusals."""
-    return lambda status: translate_refusal(convert(status))
+    return lambda status: convert_refusal_to_engine_error(convert(status))
 
 
-def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
+def _wrap_operation_execution(original: Callable[P, T]) -> Callable[P, T]:
     """Wrap TensorFlow's execution of an operation so that it raises refusals as errors of layoutmap."""
 
     @functools.wraps(original)
@@ -120,7 +120,7 @@ def _wrap_execution(original: Callable[P, T]) -> Callable[P, T]:
         try:
             return original(*args, **kwargs)
         except _KINDS as error:
-            raise translate_refusal(error) from None
+            raise convert_refusal_to_engine_error(error) from None
 
     return execute_and_translate_refusals
 
@@ -141,7 +141,7 @@ def _wrap_error_interpolation_exit(original: Callable[..., bool]) -> Callable[..
 
 _PATCHES = (
     AttributePatch(core, "_status_to_exception", _wrap_status_conversion),
-    AttributePatch(execute, "execute", _wrap_execution),
+    AttributePatch(execute, "execute", _wrap_operation_execution),
     AttributePatch(InterpolateRuntimeError, "__exit__", _wrap_error_interpolation_exit),
 )
 

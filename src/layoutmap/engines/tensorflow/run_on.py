@@ -18,9 +18,9 @@ import tensorflow as tf
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.patches import AttributePatch, Patches, set_attribute_temporarily
+from layoutmap.engines.patches import AttributePatch, PatchGroup, set_attribute_temporarily
 from layoutmap.engines.tensorflow.arrays import (
-    convert_layout,
+    convert_to_native_layout,
     default_mesh_lock,
     get_layout,
     is_numeric_dtype,
@@ -44,7 +44,7 @@ def run_on(mesh: Mesh) -> Generator[None]:
 
     DTensor has one default mesh for all threads, so a thread waits here until no other thread is in such a block.
     """
-    native_mesh = convert_layout(Layout.replicated(mesh, 0)).mesh
+    native_mesh = convert_to_native_layout(Layout.replicated(mesh, 0)).mesh
     with default_mesh_lock, _PATCHES.activate(), set_attribute_temporarily(_current, "mesh", mesh):
         default_mesh = dtensor.default_mesh(native_mesh)
         default_mesh.__enter__()
@@ -131,7 +131,7 @@ _DRAW = re.compile(
     r"(?:does not implement layout|ComputeLayoutForward error: Stateful random)"
 )
 _POSITIONS = {"TFE_Py_FastPathExecute": 1, "TFE_Py_Execute": 2}
-_PATCHES = Patches(
+_PATCHES = PatchGroup(
     AttributePatch(
         pywrap_tfe,
         name,

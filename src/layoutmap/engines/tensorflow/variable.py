@@ -15,7 +15,7 @@ from layoutmap.core.errors import EngineError, LayoutError
 from layoutmap.core.layout import Layout, convert_layout
 from layoutmap.engines.tensorflow.arrays import (
     canonicalize_values,
-    convert_fitting_layout,
+    check_and_convert_layout,
     default_mesh_lock,
     get_layout,
     record_layout,
@@ -114,7 +114,7 @@ class DVariable(dtensor.DVariable):  # type: ignore[misc]
         assert used is not None
         self._layout: Layout = used
         shape: Any = initial_value.shape
-        native = convert_fitting_layout(used, tuple(shape), kwargs.get("name") or "DVariable")
+        native = check_and_convert_layout(used, tuple(shape), kwargs.get("name") or "DVariable")
         check_dtensor_results(native.mesh)
         value = initial_value if present is not None else relayout_tensor(initial_value, used)
         with default_mesh_lock:

@@ -18,7 +18,7 @@ from layoutmap.core.blocks import (
     Ends,
     Index,
     NumpyArray,
-    get_slice_ends,
+    get_starts_and_stops,
     group_devices_by_shard,
     intersect_blocks,
     make_full_index,
@@ -30,12 +30,12 @@ from layoutmap.core.mesh import Mesh
 from layoutmap.engines.checks import refuse_layout_in_host_memory
 from layoutmap.engines.protocol import PlacementWithoutLayout
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.backward import AutogradFunction, Ctx
+from layoutmap.engines.torch.backward import Ctx, TypedAutogradFunction
 from layoutmap.engines.torch.devices import (
     bind_mesh,
     convert_layout_to_placements,
     explain_why_padding_is_impossible,
-    find_layout,
+    find_layout_of_placements,
     get_local_device,
     make_device_mesh,
 )
@@ -43,11 +43,11 @@ from layoutmap.engines.torch.dtensor_ops import check_no_slice_is_outdated
 from layoutmap.engines.torch.element_types import to_numpy
 from layoutmap.engines.torch.placing import redistribute_tensor
 from layoutmap.engines.torch.specs import (
+    copy_spec_with_placements,
     get_local,
     get_spec,
     make_dtensor,
     make_row_major_spec,
-    replace_placements,
 )
 
 _LAYOUT = "_layoutmap_layout"
@@ -57,7 +57,7 @@ T = TypeVar("T", bound=torch.Tensor)
 # -- layouts
 
 
-def convert_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def convert_to_native_layout(layout: Layout) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return the `(DeviceMesh, placements)` of a layout."""
     check_layout_not_in_host_memory(layout)
     native = make_device_mesh(layout.mesh)
@@ -74,7 +74,7 @@ def check_layout_not_in_host_memory(layout: Layout) -> None:
     )
 
 
-def convert_fitting_layout(
+def check_and_convert_layout(
     layout: Layout, shape: tuple[int, ...], name: str = "layout", *, pad: bool = False
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return the `(DeviceMesh, placements)` of a layout, after a check that the layout fits a shape.
@@ -85,7 +85,7 @@ def convert_fitting_layout(
     layout.check_rank(shape, name)
     if not pad or explain_why_padding_is_impossible(layout, shape):
         layout.check_fits(shape, name)
-    return convert_layout(layout)
+    return convert_to_native_layout(layout)
 
 
 def get_layout(array: torch.Tensor) -> Layout | None:
@@ -93,9 +93,9 @@ def get_layout(array: torch.Tensor) -> Layout | None:
     if not isinstance(array, DTensor):
         return None
     noted = getattr(array, _LAYOUT, None)
-    if noted is not None and convert_layout(noted) == (array.device_mesh, array.placements):
+    if noted is not None and convert_to_native_layout(noted) == (array.device_mesh, array.placements):
         return noted
-    return find_layout(array.device_mesh, array.placements, array.ndim)
+    return find_layout_of_placements(array.device_mesh, array.placements, array.ndim)
 
 
 def find_placement(array: torch.Tensor, meshes: Sequence[Mesh] = ()) -> Layout | PlacementWithoutLayout:
@@ -153,7 +153,7 @@ def create_from_blocks(
         layout: The layout, which fits the shape.
         read_block: Returns the block at an index, in memory that nothing else uses.
     """
-    native, placements = convert_layout(layout)
+    native, placements = convert_to_native_layout(layout)
     ranks = simulation.list_ranks(native)
     device = get_local_device(native)
     pieces: dict[int, torch.Tensor] = {}
@@ -161,7 +161,7 @@ def create_from_blocks(
         piece = pieces[ranks[first]] = read_block(index).to(device)
         # An in-place update must affect each rank once, so replicas need their own memory.
         pieces |= {ranks[other]: piece.clone() for other in others}
-    with simulation.simulate_mesh(native), torch.no_grad():
+    with simulation.simulate_ranks_of_mesh(native), torch.no_grad():
         local = simulation.make_local_tensor(dict(sorted(pieces.items())), dtype)
         made = make_dtensor(local, make_row_major_spec(native, placements, torch.Size(shape), dtype))
     return record_layout(made, layout)
@@ -256,8 +256,8 @@ def _format_device_type(device: torch.device) -> str:
 
 
 def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> DTensor:
-    """Shard a plain tensor (see `convert_fitting_layout`), and return the DTensor. Gradients flow back."""
-    convert_fitting_layout(layout, tuple(tensor.shape), pad=pad)
+    """Shard a plain tensor (see `check_and_convert_layout`), and return the DTensor. Gradients flow back."""
+    check_and_convert_layout(layout, tuple(tensor.shape), pad=pad)
     if tensor.requires_grad and torch.is_grad_enabled():
         return record_layout(_ShardTensorFunction.apply(tensor, layout), layout)
     return create_from_blocks(
@@ -265,7 +265,7 @@ def shard_tensor(tensor: torch.Tensor, layout: Layout, *, pad: bool = False) -> 
     )
 
 
-class _ShardTensorFunction(AutogradFunction):
+class _ShardTensorFunction(TypedAutogradFunction):
     """Shard an unsharded tensor. Backward gathers the gradient."""
 
     @staticmethod
@@ -302,14 +302,14 @@ def gather_tensor(array: Any) -> torch.Tensor:
 
 
 def relayout_dtensor(array: DTensor, layout: Layout, *, pad: bool = False) -> torch.Tensor:
-    """Relayout a DTensor (see `convert_fitting_layout`). Gradients flow back if the mesh stays the same."""
-    native, placements = convert_fitting_layout(layout, tuple(array.shape), pad=pad)
+    """Relayout a DTensor (see `check_and_convert_layout`). Gradients flow back if the mesh stays the same."""
+    native, placements = check_and_convert_layout(layout, tuple(array.shape), pad=pad)
     check_no_slice_is_outdated("reading a tensor", array)
     # Simulated collectives fail on a mesh without rank 0, so use `_relayout_by_broadcasts` for such a mesh.
     if array.device_mesh == native and not (
         simulation.is_simulated() and 0 not in simulation.list_ranks(native)
     ):
-        with simulation.simulate_mesh(native):
+        with simulation.simulate_ranks_of_mesh(native):
             moved = _redistribute_tensor_of_any_dtype(array, placements)
             # `moved` may be `array` itself, which keeps its recorded layout, so record the new layout on a view.
             return record_layout(moved.view_as(moved) if moved is array else moved, layout)
@@ -338,10 +338,10 @@ def _redistribute_tensor_of_any_dtype(array: DTensor, placements: tuple[Placemen
     with torch.no_grad():
         spec = get_spec(array)
         carried = make_dtensor(
-            get_local(array).view(carrier), replace_placements(spec, spec.placements, carrier)
+            get_local(array).view(carrier), copy_spec_with_placements(spec, spec.placements, carrier)
         )
         bits = get_local(redistribute_tensor(carried, placements)).view(array.dtype)
-        return make_dtensor(bits, replace_placements(spec, tuple(placements), array.dtype))
+        return make_dtensor(bits, copy_spec_with_placements(spec, tuple(placements), array.dtype))
 
 
 def _relayout_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
@@ -349,7 +349,7 @@ def _relayout_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
     shape, dtype = tuple(array.shape), array.dtype
     wanted = find_local_shard_indices(layout, shape)
     made: dict[Ends, torch.Tensor] = {}
-    device = get_local_device(convert_layout(layout)[0])
+    device = get_local_device(convert_to_native_layout(layout)[0])
     for ends, index in wanted.items():
         made[ends] = torch.empty([part.stop - part.start for part in index], dtype=dtype, device=device)
     for index, piece in _iterate_broadcast_shards(array):
@@ -359,7 +359,7 @@ def _relayout_by_broadcasts(array: DTensor, layout: Layout) -> DTensor:
                 made[ends][make_relative_index(both, target)] = piece[make_relative_index(both, index)].to(
                     device
                 )
-    return create_from_blocks(shape, dtype, layout, lambda index: made[get_slice_ends(index)])
+    return create_from_blocks(shape, dtype, layout, lambda index: made[get_starts_and_stops(index)])
 
 
 def find_local_shard_indices(layout: Layout, shape: tuple[int, ...]) -> dict[Ends, Index]:

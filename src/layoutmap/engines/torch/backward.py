@@ -30,12 +30,12 @@ Ctx = Any
 
 if TYPE_CHECKING:
 
-    class AutogradFunction(torch.autograd.Function):
+    class TypedAutogradFunction(torch.autograd.Function):
         """Give `torch.autograd.Function` an `apply` with a return type."""
 
         apply: Callable[..., Any]
 else:
-    AutogradFunction = torch.autograd.Function
+    TypedAutogradFunction = torch.autograd.Function
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -94,7 +94,7 @@ def _format_fix_for_too_few_devices(num_devices: int) -> str:
     return f"restart the program with torchrun --nproc-per-node {num_devices}, or make the mesh smaller"
 
 
-def convert_device_type(device_type: str) -> str:
+def convert_to_torch_device_type(device_type: str) -> str:
     """Return torch's name of a device type: `"cuda"` for `"GPU"`."""
     return _TYPES[device_type]
 
@@ -136,7 +136,7 @@ def discard_meshes_of_group(group: dist.ProcessGroup | None) -> None:
                 del known[key]
 
 
-def _end_groups_of_mesh(device_mesh: DeviceMesh) -> None:
+def _end_process_groups_of_mesh(device_mesh: DeviceMesh) -> None:
     """End the process groups of a simulated mesh, before torch destroys the default group."""
     # A rank that is not in the mesh has no groups of it, so it has none to destroy.
     is_here = simulation.get_rank() in simulation.list_ranks(device_mesh)
@@ -151,7 +151,7 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
     check_device_order(mesh)
     names = list(bound.devices or ())
     ranks = np.array([_parse_rank_of_device(name) for name in names]).reshape(bound.shape)
-    kind = convert_device_type(names[0].partition(":")[0])
+    kind = convert_to_torch_device_type(names[0].partition(":")[0])
     key = (kind, tuple(ranks.flat), bound.shape, bound.dim_names, simulation.get_global_group())
     with _lock:
         if key not in _device_meshes:
@@ -161,7 +161,9 @@ def _create_device_mesh(mesh: Mesh) -> DeviceMesh:
             ):
                 _device_meshes[key] = DeviceMesh(kind, ranks.tolist(), mesh_dim_names=bound.dim_names)
             if simulation.is_simulated():
-                call_when_patches_are_removed(functools.partial(_end_groups_of_mesh, _device_meshes[key]))
+                call_when_patches_are_removed(
+                    functools.partial(_end_process_groups_of_mesh, _device_meshes[key])
+                )
         return _device_meshes[key]
 
 
@@ -237,7 +239,9 @@ def _compute_part_sizes(size: int, num_parts: int) -> list[int]:
     return [max(0, min(part, size - i * part)) for i in range(num_parts)]
 
 
-def find_layout(device_mesh: DeviceMesh, placements: Sequence[Placement], rank: int) -> Layout | None:
+def find_layout_of_placements(
+    device_mesh: DeviceMesh, placements: Sequence[Placement], rank: int
+) -> Layout | None:
     """Return the layout that equals DTensor placements, or None if no layout does or the mesh has no dim names.
 
     Placements do not tell the order of dims of size 1 on an axis, so these get the order of the mesh.

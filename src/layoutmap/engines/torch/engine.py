@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode
 
-from layoutmap.core.blocks import BlockReader, Index, NumpyArray, get_slice_ends
+from layoutmap.core.blocks import BlockReader, Index, NumpyArray, get_starts_and_stops
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import EngineError
 from layoutmap.core.initializers import Initializer
@@ -38,9 +38,9 @@ from layoutmap.engines.checks import (
 )
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import (
+    check_and_convert_layout,
     check_layout_not_in_host_memory,
-    convert_fitting_layout,
-    convert_layout,
+    convert_to_native_layout,
     create_from_blocks,
     find_local_shard_indices,
     find_placement,
@@ -112,7 +112,7 @@ class TorchEngine:
     def make_native_layout(self, layout: Layout, rank: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the `(DeviceMesh, placements)` of a layout."""
         layout.check_rank((None,) * rank)
-        return convert_layout(layout)
+        return convert_to_native_layout(layout)
 
     # -- arrays
 
@@ -129,7 +129,7 @@ class TorchEngine:
         own blocks. Otherwise the global value is computed, sharded, and freed before the next value.
         """
         for assignment in assignments.values():
-            self._find_checked_dtype(assignment)
+            self._check_assignment_and_get_dtype(assignment)
         check_no_initializer_is_missing(assignments, initializers)
         made: dict[str, torch.Tensor] = {}
         checksums: list[tuple[str, int]] = []
@@ -161,7 +161,7 @@ class TorchEngine:
     @skip_function_modes
     def create_from_shards(self, assignment: Assignment, read: BlockReader, *, copy: bool = True) -> object:
         """Read shards one by one, and return a DTensor of them (see `Engine.create_from_shards`)."""
-        dtype = self._find_checked_dtype(assignment)
+        dtype = self._check_assignment_and_get_dtype(assignment)
         variable = assignment.variable
 
         def read_block(index: Index) -> torch.Tensor:
@@ -213,8 +213,8 @@ class TorchEngine:
         native = self.make_native_layout(Layout.replicated(mesh, 0), 0)[0]
         draws_by_shards = draws == "tiles"
         with (
-            simulation.simulate_mesh(native),
-            _ReplicatingMode(mesh),
+            simulation.simulate_ranks_of_mesh(native),
+            _ReplicationMode(mesh),
             enable_dtensor_ops_temporarily(native, draws_by_shards=draws_by_shards),
         ):
             yield
@@ -231,7 +231,7 @@ class TorchEngine:
             with contextlib.suppress(EngineError):  # the code below refuses results that are not tensors
                 recipe = trace_recipe(lambda: function(*args, **kwargs))
             if recipe is not None and not recipe.why_global:
-                convert_fitting_layout(layout, recipe.shape)
+                check_and_convert_layout(layout, recipe.shape)
                 made = _create_from_computed_blocks(recipe.compute_blocks, recipe.shape, recipe.dtype, layout)
                 return made.requires_grad_(bool(kwargs.get("requires_grad")))
         results = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if leaf is not None]
@@ -240,11 +240,11 @@ class TorchEngine:
 
     # -- helpers
 
-    def _find_checked_dtype(self, assignment: Assignment) -> torch.dtype:
+    def _check_assignment_and_get_dtype(self, assignment: Assignment) -> torch.dtype:
         """Return the dtype of an assignment, after checks that torch supports it and that the layout fits."""
         variable = assignment.variable
         dtype = find_torch_dtype(variable.dtype, variable.path)
-        convert_fitting_layout(assignment.layout, variable.shape, variable.path, pad=assignment.is_padded)
+        check_and_convert_layout(assignment.layout, variable.shape, variable.path, pad=assignment.is_padded)
         return dtype
 
 
@@ -261,14 +261,14 @@ _meshes = threading.local()
 _SAFE_TYPES = frozenset((DTensor, torch.Size, torch.dtype, torch.device, int, bool, float, str, type(None)))
 
 
-class _ReplicatingMode(TorchFunctionMode):
+class _ReplicationMode(TorchFunctionMode):
     """Function mode that replicates new unsharded tensors on a mesh. Only the innermost active mode does so."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
         self._mesh = mesh
 
-    def __enter__(self) -> _ReplicatingMode:
+    def __enter__(self) -> _ReplicationMode:
         self._around = getattr(_meshes, "innermost", None)
         _meshes.innermost = self
         return super().__enter__()
@@ -330,4 +330,4 @@ def _create_from_computed_blocks(
         if assignment is not None and block.dtype != dtype:
             check_initial_value(assignment.variable, shape, format_dtype(block.dtype))
         assert tuple(block.shape) == tuple(stop - start for start, stop in ends)
-    return create_from_blocks(shape, dtype, layout, lambda index: made.pop(get_slice_ends(index)))
+    return create_from_blocks(shape, dtype, layout, lambda index: made.pop(get_starts_and_stops(index)))

@@ -25,16 +25,16 @@ from layoutmap.engines.torch.per_rank import LocalIntNode as LocalIntNode
 from layoutmap.engines.torch.per_rank import LocalTensor as LocalTensor
 from layoutmap.engines.torch.per_rank import LocalTensorMode as LocalTensorMode
 from layoutmap.engines.torch.per_rank import (
-    can_run_directly,
+    can_run_without_simulation_mode,
     flatten_args,
     get_rank_sizes,
     local_collectives,
     local_tensors,
     make_cached_group_finder,
-    make_meta_reader,
+    make_common_meta_reader,
     make_rank_loop,
     read_common_size,
-    run_for_ranks,
+    run_operator_for_ranks,
 )
 from layoutmap.engines.torch.per_rank import enabled_local_tensor_mode as enabled_local_tensor_mode
 from layoutmap.engines.torch.per_rank import get_rank_tensors as get_rank_tensors
@@ -167,7 +167,7 @@ def make_simulation_patches(
             functools.partial(_make_gather_of_unequal_shards, type(mode)),
         ),
         AttributePatch(local_tensors, "_for_each_rank_run_func", make_rank_loop),
-        AttributePatch(local_tensors, "_compute_local_tensor_meta", make_meta_reader),
+        AttributePatch(local_tensors, "_compute_local_tensor_meta", make_common_meta_reader),
         AttributePatch(LocalTensor, "__torch_dispatch__", _make_direct_dispatch),
         AttributePatch(DTensor, "__reduce_ex__", make_reduce_ex),
     )
@@ -192,9 +192,9 @@ def _make_direct_dispatch(dispatch: Any) -> object:
         if (size := read_common_size(func, args)) is not None:
             return size
         leaves = flatten_args(args, kwargs or {})
-        if can_run_directly(func, leaves):
+        if can_run_without_simulation_mode(func, leaves):
             ranks = next(get_ranks(leaf) for leaf in leaves if isinstance(leaf, LocalTensor))
-            return run_for_ranks(func, ranks, args, kwargs or {}, leaves)
+            return run_operator_for_ranks(func, ranks, args, kwargs or {}, leaves)
         return dispatch.__func__(cls, func, types, args, kwargs)
 
     # Torch excludes its own function from torch.compile, so exclude this one, too.

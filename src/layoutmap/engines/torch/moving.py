@@ -14,7 +14,7 @@ from layoutmap.core.blocks import (
     Index,
     assemble_blocks,
     compute_block_shape,
-    get_slice_ends,
+    get_starts_and_stops,
     intersect_blocks,
     make_full_index,
     make_relative_index,
@@ -22,7 +22,7 @@ from layoutmap.core.blocks import (
 from layoutmap.core.layout import Layout
 from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.arrays import convert_layout, create_from_blocks, get_layout
+from layoutmap.engines.torch.arrays import convert_to_native_layout, create_from_blocks, get_layout
 from layoutmap.engines.torch.dtensor_ops import check_no_slice_is_outdated
 from layoutmap.engines.torch.element_types import to_numpy, to_torch
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -51,7 +51,7 @@ def make_array_mover(
         made: list[torch.Tensor] = []
         with torch.no_grad():
             for chunk in _group_transfers_into_rounds(transfers):
-                received = _exchange_blocks(chunk, new)
+                received = _exchange_blocks_of_transfers(chunk, new)
                 for i in dict.fromkeys(each.target_index for each in chunk):
                     parts = [pair for pair in zip(chunk, received, strict=True) if pair[0].target_index == i]
                     made.append(_assemble_tensor(*targets[i], moves[i], parts))
@@ -96,7 +96,7 @@ class _Transfer:
         return cls(target_index, source_index, tuple(array.shape), blocks_by_rank, pieces, wire_dtype)
 
     @property
-    def peak_bytes(self) -> int:
+    def max_bytes_per_rank(self) -> int:
         """The largest number of bytes that any rank sends or receives."""
         counts: dict[tuple[str, int], int] = {}
         for piece in self.pieces:
@@ -112,7 +112,7 @@ def _find_blocks_by_rank(tensor: torch.Tensor) -> dict[int, Index]:
     if layout is None:
         ranks = [0] if simulation.is_simulated() else range(simulation.get_world_size())
         return dict.fromkeys(ranks, make_full_index(shape))
-    ranks = simulation.list_ranks(convert_layout(layout)[0])
+    ranks = simulation.list_ranks(convert_to_native_layout(layout)[0])
     return {rank: layout.shard_slices(shape, place) for place, rank in enumerate(ranks)}
 
 
@@ -121,23 +121,27 @@ def _group_transfers_into_rounds(transfers: Sequence[_Transfer]) -> Iterator[lis
     chunk: list[_Transfer] = []
     total = 0
     for each in transfers:
-        if chunk and total + each.peak_bytes > _ROUND_BYTES and each.target_index != chunk[-1].target_index:
+        if (
+            chunk
+            and total + each.max_bytes_per_rank > _ROUND_BYTES
+            and each.target_index != chunk[-1].target_index
+        ):
             yield chunk
             chunk, total = [], 0
         chunk.append(each)
-        total += each.peak_bytes
+        total += each.max_bytes_per_rank
     if chunk:
         yield chunk
 
 
-def _exchange_blocks(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Blocks]:
+def _exchange_blocks_of_transfers(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Blocks]:
     """Exchange the pieces of transfers between ranks, and return for each transfer the blocks for this process."""
     locals_ = [_get_local_tensors_by_rank(arrays[each.source_index]) for each in transfers]
     found: list[Blocks] = [[] for _ in transfers]
     if simulation.is_simulated():
         for blocks, each, held in zip(found, transfers, locals_, strict=True):
             shards = {
-                get_slice_ends(index): (index, held[rank].to(each.wire_dtype))
+                get_starts_and_stops(index): (index, held[rank].to(each.wire_dtype))
                 for rank, index in each.blocks_by_rank.items()
             }
             blocks += shards.values()
@@ -148,9 +152,11 @@ def _exchange_blocks(transfers: Sequence[_Transfer], arrays: Tensors) -> list[Bl
     for number, (each, held) in enumerate(zip(transfers, locals_, strict=True)):
         for piece in each.pieces:
             if piece.sender == own == piece.receiver:
-                found[number].append((piece.block, _extract_piece(each, piece, held)))
+                found[number].append((piece.block, _extract_sent_piece(each, piece, held)))
             elif piece.sender == own:
-                sent[piece.receiver].append(_extract_piece(each, piece, held).reshape(-1).view(torch.uint8))
+                sent[piece.receiver].append(
+                    _extract_sent_piece(each, piece, held).reshape(-1).view(torch.uint8)
+                )
             elif piece.receiver == own:
                 expected[piece.sender].append((number, piece))
     if all(piece.sender == piece.receiver for each in transfers for piece in each.pieces):
@@ -182,7 +188,7 @@ def _get_local_tensors_by_rank(array: torch.Tensor) -> dict[int, torch.Tensor]:
     return simulation.get_tensors_by_rank(get_local(array.detach()))
 
 
-def _extract_piece(
+def _extract_sent_piece(
     transfer: _Transfer, piece: BlockTransfer[int], local_tensors: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
     """Return the values of a piece from the local tensor of its sender, in the dtype in which they are sent."""

@@ -97,7 +97,7 @@ class _OperatorTraits:
 
 
 @functools.cache
-def _classify_operator(op: Any) -> _OperatorTraits:
+def _determine_operator_traits(op: Any) -> _OperatorTraits:
     """Return the properties of an operator, by its schema and tags."""
     name = get_operator_name(op).removeprefix("aten::")
     needs_torch_simulation = (
@@ -124,9 +124,9 @@ def flatten_args(args: Args, kwargs: Kwargs) -> list[object]:
     return leaves
 
 
-def can_run_directly(func: Function, leaves: Iterable[object]) -> bool:
-    """Return whether `run_for_ranks` can run an operator, which then needs no `LocalTensorMode`."""
-    if not isinstance(func, OPERATORS) or _classify_operator(func).needs_torch_simulation:
+def can_run_without_simulation_mode(func: Function, leaves: Iterable[object]) -> bool:
+    """Return whether `run_operator_for_ranks` can run an operator, which then needs no `LocalTensorMode`."""
+    if not isinstance(func, OPERATORS) or _determine_operator_traits(func).needs_torch_simulation:
         return False
     return all(type(leaf) in _TENSOR_TYPES for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -161,22 +161,26 @@ def make_rank_loop(torch_loop: Function) -> Function:
         if (size := read_common_size(func, args)) is not None:
             return size
         leaves = flatten_args(args, kwargs)
-        if options.get("alias", True) and can_run_directly(func, leaves):
-            return run_for_ranks(func, ranks, args, kwargs, leaves)
+        if options.get("alias", True) and can_run_without_simulation_mode(func, leaves):
+            return run_operator_for_ranks(func, ranks, args, kwargs, leaves)
         ranks = find_common_ranks(ranks, leaves)
-        return _run_and_write_once(functools.partial(torch_loop, **options), func, ranks, args, kwargs)
+        return _run_for_ranks_and_write_once(
+            functools.partial(torch_loop, **options), func, ranks, args, kwargs
+        )
 
     return run_for_common_ranks
 
 
-def run_for_ranks(
+def run_operator_for_ranks(
     func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs, leaves: Iterable[object]
 ) -> object:
-    """Run an operator that `can_run_directly` accepts for each rank, and return the joined results."""
-    return _run_and_write_once(_run_for_each_rank, func, find_common_ranks(ranks, leaves), args, kwargs)
+    """Run an operator that `can_run_without_simulation_mode` accepts for each rank, and return the joined results."""
+    return _run_for_ranks_and_write_once(
+        _run_for_each_rank, func, find_common_ranks(ranks, leaves), args, kwargs
+    )
 
 
-def _run_and_write_once(
+def _run_for_ranks_and_write_once(
     run_loop: Function, func: Function, ranks: frozenset[int], args: Args, kwargs: Kwargs
 ) -> object:
     """Run an operator for each rank, and return joined results. Unsharded tensors are changed only once."""
@@ -192,8 +196,8 @@ def _run_and_write_once(
 
 
 def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwargs) -> object:
-    """Run an operator once for each rank (see `can_run_directly`), and return the joined results."""
-    traits, order = _classify_operator(func), sorted(ranks)
+    """Run an operator once for each rank (see `can_run_without_simulation_mode`), and return the joined results."""
+    traits, order = _determine_operator_traits(func), sorted(ranks)
     columns = [_iterate_value_by_rank(value, order) for value in args]
     named = [_iterate_value_by_rank(value, order) for value in kwargs.values()]
     rows = zip(*columns, strict=False) if columns else repeat(())
@@ -206,20 +210,21 @@ def _run_for_each_rank(func: Any, ranks: frozenset[int], args: Args, kwargs: Kwa
         results[rank] = func(*row, **dict(zip(kwargs, named_row, strict=True)))
     if traits.is_in_place:
         return args[0]
-    joined = _join_results(results)
+    joined = _join_rank_results(results)
     if not traits.can_alias:
         return joined
     return correct_aliases(func, args, kwargs, joined)
 
 
-def _join_results(results: dict[int, Any]) -> object:
+def _join_rank_results(results: dict[int, Any]) -> object:
     """Return the results of all ranks as one result, with `LocalTensor`s in place of tensors."""
     first = next(iter(results.values()))
     if isinstance(first, torch.Tensor):
         return _NEW_LOCAL_TENSOR(LocalTensor, results)
     if is_sequence(first):
         return type(first)(
-            _join_results(dict(zip(results, row, strict=True))) for row in zip(*results.values(), strict=True)
+            _join_rank_results(dict(zip(results, row, strict=True)))
+            for row in zip(*results.values(), strict=True)
         )
     return local_tensors._combine_rank_results(results, None)
 
@@ -237,7 +242,7 @@ def _iterate_value_by_rank(value: object, ranks: Sequence[int]) -> Iterable[obje
     return repeat(value)
 
 
-def make_meta_reader(read_meta: Function) -> Function:
+def make_common_meta_reader(read_meta: Function) -> Function:
     """Return a faster replacement of torch's `read_meta`, which reads the shape and strides common to all ranks.
 
     Torch compares each size of each rank. Tensors of equal shape, strides, and type take one comparison per rank here.

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch import simulation, unseen
-from layoutmap.engines.torch.backward import AutogradFunction, Ctx
+from layoutmap.engines.torch.backward import Ctx, TypedAutogradFunction
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
+    copy_spec_with_placements,
     get_axis,
     get_local,
     get_meta,
@@ -31,7 +32,6 @@ from layoutmap.engines.torch.specs import (
     make_dtensor,
     make_row_major_spec,
     make_spec_from_shard,
-    replace_placements,
 )
 
 check_names_exist(
@@ -44,12 +44,12 @@ _redistribute_by_torch = DTensor.redistribute  # saved before `dtensor_ops` repl
 
 def redistribute_tensor(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """Redistribute a DTensor to `placements`, and return it. Its gradient is redistributed back."""
-    return _Redistribute.compute_result(tensor, tuple(placements))
+    return _RedistributeFunction.compute_with_optional_gradient(tensor, tuple(placements))
 
 
 def extract_shard(tensor: DTensor, gradient_placements: Sequence[Placement]) -> torch.Tensor:
     """Return this device's shard of a DTensor. The DTensor's gradient then gets `gradient_placements`."""
-    return _ExtractShard.compute_result(tensor, tuple(gradient_placements))
+    return _ExtractShardFunction.compute_with_optional_gradient(tensor, tuple(gradient_placements))
 
 
 def make_dtensor_from_shards(
@@ -59,12 +59,14 @@ def make_dtensor_from_shards(
 
     `shape` is the shape of the DTensor. If it is None, all shards have equal sizes.
     """
-    return _WrapShards.compute_result(local, mesh, tuple(placements), None if shape is None else tuple(shape))
+    return _WrapShardsFunction.compute_with_optional_gradient(
+        local, mesh, tuple(placements), None if shape is None else tuple(shape)
+    )
 
 
 def sum_over_devices(local: torch.Tensor, mesh: DeviceMesh, mesh_dims: Collection[int]) -> torch.Tensor:
     """Return the sum of local tensors over all devices along some mesh dims. Gradients flow back."""
-    return _SumOverDevices.compute_result(local, mesh, mesh_dims)
+    return _SumOverDevicesFunction.compute_with_optional_gradient(local, mesh, mesh_dims)
 
 
 @skip_function_modes
@@ -101,7 +103,7 @@ def redistribute_if_needed(tensor: DTensor, placements: Sequence[Placement]) -> 
         return tensor
     if not simulation.is_simulated():  # with real processes, collectives need no simulation
         return redistribute_tensor(tensor, placements)
-    with simulation.simulate_mesh(tensor.device_mesh):
+    with simulation.simulate_ranks_of_mesh(tensor.device_mesh):
         return redistribute_tensor(tensor, placements)
 
 
@@ -109,17 +111,21 @@ def reduce_if_partial(value: R) -> R:
     """Return a DTensor with its partial sums reduced. Other values are returned unchanged."""
     if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
         return value
-    return _ReducePartial.compute_result(value)
+    return _ReducePartialFunction.compute_with_optional_gradient(value)
 
 
 def gather_if_sharded(value: object) -> Any:
     """Gather a DTensor, and return the unsharded tensor. Gradients flow back. Other values are returned unchanged."""
-    return _GatherWithGradient.compute_result(value) if isinstance(value, DTensor) else value
+    return (
+        _GatherWithGradientFunction.compute_with_optional_gradient(value)
+        if isinstance(value, DTensor)
+        else value
+    )
 
 
 def replicate_tensor(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return an unsharded tensor, equal in all processes, as a replicated DTensor (pytorch/pytorch#118461)."""
-    return _Replicate.compute_result(tensor, mesh)
+    return _ReplicateFunction.compute_with_optional_gradient(tensor, mesh)
 
 
 def replicate_gradient(gradient: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -131,7 +137,7 @@ def transform_gradient_in_backward(
     value: torch.Tensor, transform: Callable[[torch.Tensor], object]
 ) -> torch.Tensor:
     """Return the same values, and apply `transform` to their gradient in the backward pass."""
-    return _TransformGradient.apply(value, transform)
+    return _TransformGradientFunction.apply(value, transform)
 
 
 def shard_like(tensor: torch.Tensor, like: DTensor) -> DTensor:
@@ -153,7 +159,7 @@ def find_reachable_placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
     return placements
 
 
-class CustomGradient(AutogradFunction):
+class SkippableAutogradFunction(TypedAutogradFunction):
     """An autograd function that is skipped if its tensor needs no gradient.
 
     No function mode sees what it calls, forwards or backwards.
@@ -171,23 +177,23 @@ class CustomGradient(AutogradFunction):
 
     @classmethod
     @skip_function_modes
-    def compute_result(cls, tensor: torch.Tensor, *arguments: object) -> Any:
+    def compute_with_optional_gradient(cls, tensor: torch.Tensor, *arguments: object) -> Any:
         """Return the result of `forward`, with a gradient by `backward` if the tensor needs one."""
         if tensor.requires_grad and torch.is_grad_enabled():
             result = cls.apply(tensor, *arguments)
-            tensors = cls.list_tensors_to_check(tensor, result)
+            tensors = cls.list_unchangeable_tensors(tensor, result)
             result.grad_fn.numbers = unseen.snapshot_change_counters(*tensors)
             return result
         # No graph is recorded, so skip `apply`, which takes longer.
         return cls.forward(SimpleNamespace(), tensor, *arguments)
 
     @staticmethod
-    def list_tensors_to_check(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def list_unchangeable_tensors(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors that must not be changed through `tensor.data` before the backward pass."""
         return tensor, result
 
 
-class _SumOverDevices(CustomGradient):
+class _SumOverDevicesFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor, mesh: DeviceMesh, mesh_dims: Collection[int]) -> torch.Tensor:
         ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
@@ -197,10 +203,14 @@ class _SumOverDevices(CustomGradient):
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        return _SumOverDevices.compute_result(upstream[0], ctx.mesh, ctx.mesh_dims), None, None
+        return (
+            _SumOverDevicesFunction.compute_with_optional_gradient(upstream[0], ctx.mesh, ctx.mesh_dims),
+            None,
+            None,
+        )
 
 
-class _Redistribute(CustomGradient):
+class _RedistributeFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         now, attainable = get_spec(tensor).placements, find_reachable_placements(tensor)
@@ -221,7 +231,7 @@ class _Redistribute(CustomGradient):
         return redistribute_tensor(gradient, wanted), None
 
 
-class _ExtractShard(CustomGradient):
+class _ExtractShardFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, gradient_placements: object) -> torch.Tensor:
         ctx.mesh, ctx.placements, ctx.shape = get_spec(tensor).mesh, gradient_placements, tuple(tensor.shape)
@@ -235,7 +245,7 @@ class _ExtractShard(CustomGradient):
         return make_dtensor_from_shards(upstream[0].contiguous(), ctx.mesh, ctx.placements, ctx.shape), None
 
 
-class _WrapShards(CustomGradient):
+class _WrapShardsFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(
         ctx: Ctx,
@@ -264,7 +274,7 @@ class _WrapShards(CustomGradient):
         return extract_shard(gradient, ctx.placements), None, None, None
 
 
-class _ReducePartial(CustomGradient):
+class _ReducePartialFunction(SkippableAutogradFunction):
     # DTensor's own backward fails if one operand is a mean and another a sum, so this class has its own.
 
     @staticmethod
@@ -273,7 +283,7 @@ class _ReducePartial(CustomGradient):
         return redistribute_if_needed(tensor, find_reachable_placements(tensor))
 
     @staticmethod
-    def list_tensors_to_check(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def list_unchangeable_tensors(tensor: DTensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # The backward pass of a maximum or norm needs the reduced value, so check that value. The backward pass of a
         # sum does not.
         pending = [p for p in tensor.placements if p.is_partial()]
@@ -285,7 +295,7 @@ class _ReducePartial(CustomGradient):
         return reduce_if_partial(replicate_gradient(upstream[0], ctx.mesh))
 
 
-class _GatherWithGradient(CustomGradient):
+class _GatherWithGradientFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, find_reachable_placements(tensor)
@@ -304,7 +314,7 @@ class _GatherWithGradient(CustomGradient):
         return redistribute_if_needed(replicate_gradient(upstream[0], ctx.mesh), ctx.placements)
 
 
-class _Replicate(CustomGradient):
+class _ReplicateFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
         simulated = simulation.is_simulated()
@@ -323,7 +333,7 @@ class _Replicate(CustomGradient):
         return gather_if_sharded(upstream[0]), None
 
 
-class _TransformGradient(AutogradFunction):
+class _TransformGradientFunction(TypedAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, value: torch.Tensor, transform: Callable[[torch.Tensor], object]) -> torch.Tensor:
         ctx.transform = transform
@@ -355,12 +365,12 @@ def _redistribute_without_autograd(tensor: DTensor, placements: tuple[Placement,
     else:
         # Let DTensor redistribute in all other cases, which are rare.
         moved = _redistribute_by_torch(tensor, spec.mesh, placements)
-        return make_dtensor(restore_axis_order(get_local(moved), get_spec(moved)), get_spec(moved))
-    spec = replace_placements(spec, placements, local.dtype)
-    return make_dtensor(restore_axis_order(local, spec), spec)
+        return make_dtensor(restore_memory_axis_order(get_local(moved), get_spec(moved)), get_spec(moved))
+    spec = copy_spec_with_placements(spec, placements, local.dtype)
+    return make_dtensor(restore_memory_axis_order(local, spec), spec)
 
 
-def restore_axis_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def restore_memory_axis_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """Return a local tensor with its axes in the memory order of the unsharded tensor. It is copied if needed.
 
     Redistributing leaves the axes in the order of the shape. Autograd derives from the unsharded strides which views
@@ -371,12 +381,12 @@ def restore_axis_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     if local.is_contiguous() and order == list(range(len(order))):  # usual case: needs no copy
         return local
     permuted = local.permute(order)
-    if permuted.is_contiguous() or not has_no_gaps(spec.shape, strides):
+    if permuted.is_contiguous() or not has_no_memory_gaps(spec.shape, strides):
         return local
     return permuted.contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
 
 
-def has_no_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> bool:
+def has_no_memory_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> bool:
     """Return whether a tensor with these strides uses all of its memory once, in any order of its axes."""
     on_meta = torch.empty_strided(tuple(shape), strides, device="meta")
     return torch.empty_like(on_meta).stride() == strides

@@ -43,7 +43,12 @@ from layoutmap.engines.torch.local_tensors import (
 )
 from layoutmap.engines.torch.modes import list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import COLLECTIVES, Function
-from layoutmap.engines.torch.per_rank import can_run_directly, flatten_args, read_common_size, run_for_ranks
+from layoutmap.engines.torch.per_rank import (
+    can_run_without_simulation_mode,
+    flatten_args,
+    read_common_size,
+    run_operator_for_ranks,
+)
 from layoutmap.engines.torch.specs import clear_sharding_caches, get_local
 
 with ImportErrorConverter("torch"):
@@ -71,8 +76,8 @@ class _Simulation(SimulationMode):
                 return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and not any(map(_has_value_per_rank, leaves)):
             return func(*args, **kwargs)
-        if can_run_directly(func, leaves):
-            return run_for_ranks(func, ranks, args, kwargs, leaves)
+        if can_run_without_simulation_mode(func, leaves):
+            return run_operator_for_ranks(func, ranks, args, kwargs, leaves)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -135,7 +140,7 @@ def _start_simulation(num_ranks: int) -> None:
     _simulation = simulation
 
 
-def use_simulated_group() -> AbstractContextManager[None]:
+def set_simulated_default_group_temporarily() -> AbstractContextManager[None]:
     """Make the group of simulated ranks (if any) torch's default process group, while the `with` block runs."""
     return replace_default_group_temporarily(_group) if _simulation is not None else nullcontext()
 
@@ -185,7 +190,7 @@ def _reduce_for_pickle(tensor: DTensor, original: Function, protocol: object) ->
     """Return the pickle form of a DTensor. A DTensor of simulated ranks is pickled as an unsharded tensor."""
     if not isinstance(get_local(tensor), LocalTensor):
         return original(tensor, protocol)
-    with simulate_mesh(tensor.device_mesh):
+    with simulate_ranks_of_mesh(tensor.device_mesh):
         detached: Any = tensor.detach()
         value: Any = get_first_local_tensor(detached.full_tensor())
     if isinstance(tensor, torch.nn.Parameter):
@@ -262,7 +267,7 @@ def list_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def simulate_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
+def simulate_ranks_of_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
     """Simulate only the ranks of a device mesh (see `simulate_ranks`)."""
     return simulate_ranks(list_ranks(mesh))
 

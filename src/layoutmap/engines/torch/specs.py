@@ -71,7 +71,7 @@ def clear_sharding_caches() -> None:
 
 
 @cache_while_meshes_exist
-def replace_placements(
+def copy_spec_with_placements(
     spec: DTensorSpec, placements: tuple[Placement, ...], dtype: torch.dtype
 ) -> DTensorSpec:
     """Return a copy of a spec with the given placements and dtype."""
@@ -101,12 +101,12 @@ def mark_strided_shards_of_view(spec: Any, order: object) -> None:
     setattr(spec, _FLAG, False)
 
 
-def replace_placement(
+def copy_spec_with_placement(
     spec: DTensorSpec, mesh_dim: int, placement: Placement, dtype: torch.dtype
 ) -> DTensorSpec:
     """Return a copy of a spec with the given placement on one mesh dim, and with the given dtype."""
     placements = [placement if i == mesh_dim else each for i, each in enumerate(spec.placements)]
-    return replace_placements(spec, tuple(placements), dtype)
+    return copy_spec_with_placements(spec, tuple(placements), dtype)
 
 
 def has_even_shards(spec: DTensorSpec) -> bool:

@@ -15,12 +15,12 @@ def get_storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
-def get_version(tensor: torch.Tensor) -> int:
+def get_tensor_version(tensor: torch.Tensor) -> int:
     """Return the number of in-place changes of a tensor, or 0 under `inference_mode`."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def get_base(tensor: torch.Tensor) -> torch.Tensor:
+def get_base_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a tensor is a view of, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 

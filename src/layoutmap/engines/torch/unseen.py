@@ -13,7 +13,7 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import get_backward_node_name
 from layoutmap.engines.torch.specs import get_local
-from layoutmap.engines.torch.storages import get_base
+from layoutmap.engines.torch.storages import get_base_tensor
 
 _IS_UNSEEN = "_layoutmap_unseen"  # attribute of a tensor: autograd does not count its changes
 _COUNTER = "_layoutmap_number"  # attribute of a storage: a list with the number of changes that autograd does not count
@@ -32,7 +32,7 @@ def mark_changes_as_hidden(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_hidden_changes(tensor: torch.Tensor) -> bool:
     """Return whether a tensor, or the tensor that it is a view of, has the mark of `mark_changes_as_hidden`."""
-    return hasattr(get_base(tensor), _IS_UNSEEN)
+    return hasattr(get_base_tensor(tensor), _IS_UNSEEN)
 
 
 def increment_change_counter(storage: torch.UntypedStorage) -> None:

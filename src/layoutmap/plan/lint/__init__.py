@@ -19,7 +19,7 @@ and, if the plan has the cost of a step:
     "summed activation"      activations are reduced over the dim of the batch
     "dim that only costs"    bytes are sent along a dim, although its devices repeat the same computation
 
-Most checks need the roles of a weight's axes in its layer (`AxesUse`), which adapters find for the layers of their
+Most checks need the roles of a weight's axes in its layer (`AxisRoles`), which adapters find for the layers of their
 libraries. Other roles are inferred from names and shapes, if these are clear. Weights with unknown roles are counted,
 but not checked.
 """
@@ -123,7 +123,7 @@ def make_linted_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> tupl
     return LintedPlan(plan, known if is_known else guess_batch_dim(plan)), is_known
 
 
-def make_layout_suggestions(plan: PlanTable) -> LayoutSuggestions:
+def make_layout_suggester(plan: PlanTable) -> LayoutSuggestions:
     """Return the object that suggests layouts for the replicated variables of a plan."""
     linted, _ = make_linted_plan(plan)
     return LayoutSuggestions(

@@ -85,7 +85,7 @@ def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
                     )
                     break
             else:
-                for finding in _find_sharding_off_common_axis(linted, first, second):
+                for finding in _find_unsharded_common_axis(linted, first, second):
                     yield _extend_finding_to_key_and_value(linted.find_attention_kernels(block), finding)
 
 
@@ -104,7 +104,7 @@ def _extend_finding_to_key_and_value(kernels: Mapping[str, Weight], finding: Fin
     return replace(finding, changes=tuple((w.assignment, layout) for w in equal))
 
 
-def _find_sharding_off_common_axis(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
+def _find_unsharded_common_axis(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
     """Yield findings for two consecutive kernels that are sharded, but not along the axis that they share."""
     dims = {w.list_dims(axis) for w in (first, second) for axis in (*w.list_axes("in"), *w.list_axes("out"))}
     dims.discard(())
@@ -354,7 +354,9 @@ def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) ->
                 layout = suggestions.suggest_kernel_layout_from_bias(kernel, w, axes[w.use.roles[axis]])
                 if layout is None:
                     follows = make_bias_layout(w, kernel)
-                    yield _make_like_kernel_finding(w.assignment, kernel.assignment, kernel.name, follows)
+                    yield _make_kernel_contradiction_finding(
+                        w.assignment, kernel.assignment, kernel.name, follows
+                    )
                 else:
                     fix = f"shard its outputs as {w.name} is"
                     yield Finding(
@@ -373,10 +375,14 @@ def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) ->
         if parent.layout.rank == len(v.rule_shape) and not a.layout.is_fully_replicated():
             follows = apply_uneven_policy(derive_layout_from_parent(parent.layout, v.axes), v.shape, "shrink")
             if a.layout != follows:
-                yield _make_like_kernel_finding(a, parent, parent.variable.path.rpartition(".")[2], follows)
+                yield _make_kernel_contradiction_finding(
+                    a, parent, parent.variable.path.rpartition(".")[2], follows
+                )
 
 
-def _make_like_kernel_finding(a: Assignment, kernel: Assignment, name: str, layout: Layout | None) -> Finding:
+def _make_kernel_contradiction_finding(
+    a: Assignment, kernel: Assignment, name: str, layout: Layout | None
+) -> Finding:
     """Return the finding that a variable should get the layout of its kernel, or be replicated if `layout` is None."""
     fix = "shard it as those axes of the kernel are" if layout else "replicate it"
     layout = layout or Layout.replicated(a.layout.mesh, len(a.variable.shape))
@@ -430,7 +436,7 @@ def _find_unused_rules(linted: LintedPlan) -> Iterator[Finding]:
     return (Finding(problem) for problem in linted.plan.problems if problem.kind in RULE_KINDS)
 
 
-def _find_large_unplaced_arrays(linted: LintedPlan) -> Iterator[Finding]:
+def _find_large_unsharded_arrays(linted: LintedPlan) -> Iterator[Finding]:
     """Yield a finding for each large array that was created after the model was sharded, and stayed on one device."""
     sizes = {a.variable.path: a.variable.global_bytes for a in linted.plan.assignments}
     for problem in linted.plan.problems:
@@ -455,7 +461,7 @@ CHECKS = (
     find_less_sharded_blocks,
     _find_replicated_tables,
     _find_unused_dims,
-    _find_large_unplaced_arrays,
+    _find_large_unsharded_arrays,
 )
 
 

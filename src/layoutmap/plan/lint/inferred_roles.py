@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 from layoutmap.core.paths import split_path_at_numbers
-from layoutmap.core.variables import AxesUse, Kind, VariableSpec
+from layoutmap.core.variables import AxisRoles, Kind, VariableSpec
 
 ATTENTION_PARTS = {
     part: re.compile(rf"(.*_)?w?({part[0]}|{part})(_(dense|proj|projector|projection))?")
@@ -41,14 +41,14 @@ _KERNEL = re.compile(r"kernel|weights?|w|W|\d+")  # the name of an array that sa
 _BIAS = re.compile(r"b|bias|\d+")
 
 
-class InferredUse(NamedTuple):
+class InferredRoles(NamedTuple):
     """The inferred roles of a weight's axes, and the path of its layer. An array without a layer counts as a layer."""
 
-    use: AxesUse
+    use: AxisRoles
     layer: str
 
 
-class _Array(NamedTuple):
+class _UnknownWeight(NamedTuple):
     """An array of unknown use, with the path and the name of its layer."""
 
     variable: VariableSpec
@@ -70,10 +70,10 @@ class _Array(NamedTuple):
         return self.variable.path.rpartition(".")[2] == "weight"
 
 
-_Roles = Iterator[tuple[_Array, tuple[str, ...]]]
+_Roles = Iterator[tuple[_UnknownWeight, tuple[str, ...]]]
 
 
-def infer_axis_uses(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, str], InferredUse]:
+def infer_axis_roles(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, str], InferredRoles]:
     """Return a dict from weight key to inferred roles, for weights of unknown use with roles that can be inferred."""
     weights = [v for v in variables if v.kind is Kind.WEIGHT]
     unknown = [v for v in weights if v.use is None and v.parent is None]
@@ -83,32 +83,33 @@ def infer_axis_uses(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, str
     containers: dict[tuple[str, str], list[VariableSpec]] = defaultdict(list)
     for v in unknown:
         containers[v.model, v.path.rpartition(".")[0]].append(v)
-    blocks: dict[tuple[str, str], list[_Array]] = defaultdict(list)
+    blocks: dict[tuple[str, str], list[_UnknownWeight]] = defaultdict(list)
     for (model, _), members in containers.items():
-        for array in _find_arrays(members):
+        for array in _iterate_unknown_weights(members):
             blocks[model, array.layer.rpartition(".")[0]].append(array)
-    found: dict[tuple[str, str], InferredUse] = {}
+    found: dict[tuple[str, str], InferredRoles] = {}
     for block in blocks.values():
         for infer in (
-            _infer_tables,
-            _infer_attention,
-            partial(_infer_named_kernels, counts=counts),
-            partial(_infer_chain, least=3),
-            partial(_infer_transposed_kernels, counts=counts),
-            partial(_infer_chain, least=2),
-            partial(_infer_single_kernels, containers=containers),
+            _infer_table_roles,
+            _infer_attention_roles,
+            partial(_infer_roles_by_names, counts=counts),
+            partial(_infer_chain_roles, least=3),
+            partial(_infer_roles_by_transposed_shapes, counts=counts),
+            partial(_infer_chain_roles, least=2),
+            partial(_infer_single_kernel_roles, containers=containers),
         ):
             rest = [array for array in block if array.variable.key not in found]
             found |= {
-                array.variable.key: InferredUse(AxesUse(roles), array.layer) for array, roles in infer(rest)
+                array.variable.key: InferredRoles(AxisRoles(roles), array.layer)
+                for array, roles in infer(rest)
             }
         for array in block:
             if use := found.get(array.variable.key):
-                found |= _infer_biases(array, use, containers)
+                found |= _infer_bias_roles(array, use, containers)
     return found
 
 
-def _find_arrays(container: Sequence[VariableSpec]) -> Iterator[_Array]:
+def _iterate_unknown_weights(container: Sequence[VariableSpec]) -> Iterator[_UnknownWeight]:
     """Yield the arrays of a container with more than one axis, each with its layer.
 
     The container is the layer if its only kernel has a general name, as in `{"kernel": .., "bias": ..}` or `(w, b)`.
@@ -118,17 +119,17 @@ def _find_arrays(container: Sequence[VariableSpec]) -> Iterator[_Array]:
         layer, _, name = v.path.rpartition(".")
         is_container = len(arrays) == 1 and layer and _KERNEL.fullmatch(name)
         path = layer if is_container else v.path
-        yield _Array(v, path, path.rpartition(".")[2])
+        yield _UnknownWeight(v, path, path.rpartition(".")[2])
 
 
-def _infer_tables(block: Sequence[_Array]) -> _Roles:
+def _infer_table_roles(block: Sequence[_UnknownWeight]) -> _Roles:
     """Yield the roles of embedding tables."""
     for array in block:
         if len(array.shape) == 2 and _TABLE.fullmatch(array.name):
             yield array, ("rows", "out.0")
 
 
-def _infer_attention(block: Sequence[_Array]) -> _Roles:
+def _infer_attention_roles(block: Sequence[_UnknownWeight]) -> _Roles:
     """Yield the roles of the query, key, value, and output kernels of a block, fused or not, by their names."""
     outputs = [a for a in block if ATTENTION_OUTPUT.fullmatch(a.name)]
     projections = [a for a in block if _PROJECTION.fullmatch(a.name)]
@@ -138,8 +139,8 @@ def _infer_attention(block: Sequence[_Array]) -> _Roles:
             for taker in (*projections, *outputs):
                 is_matrix = len(taker.shape) == 2 and taker.shape[out] == fused.shape[1 - out]
                 if is_matrix and taker.shape[1 - out] < fused.shape[out]:
-                    yield fused, _make_roles(out)
-                    yield taker, _make_roles(out)
+                    yield fused, _make_matrix_roles(out)
+                    yield taker, _make_matrix_roles(out)
                     return
     parts = [[a for a in block if pattern.fullmatch(a.name)] for pattern in ATTENTION_PARTS.values()]
     if any(len(part) != 1 for part in parts) or len({len(part[0].shape) for part in parts}) > 1:
@@ -158,23 +159,23 @@ def _infer_attention(block: Sequence[_Array]) -> _Roles:
         is_known = len(known) == 1 and 1 - known[0] in query.possible_output_axes
         out = 1 - known[0] if is_known else int(not query.is_transposed)
         for array in (query, key, value):
-            yield array, _make_roles(out)
+            yield array, _make_matrix_roles(out)
         for taker in [a for a in takers if a.shape == query.shape[::-1]][:1]:
-            yield taker, _make_roles(out)
+            yield taker, _make_matrix_roles(out)
 
 
-def _infer_named_kernels(block: Sequence[_Array], counts: Mapping[int, int]) -> _Roles:
+def _infer_roles_by_names(block: Sequence[_UnknownWeight], counts: Mapping[int, int]) -> _Roles:
     """Yield the roles of first kernels, such as up or w1, and of the second kernel, such as down or w2, by names."""
     arrays = [array for array in block if len(array.shape) == 2]
     seconds = [array for array in arrays if SECOND_KERNEL.fullmatch(array.name)]
     if len(seconds) == 1:
         firsts = [array for array in arrays if FIRST_KERNEL.fullmatch(array.name)]
-        yield from _infer_two_kernels(firsts, seconds[0], counts)
+        yield from _infer_consecutive_kernel_roles(firsts, seconds[0], counts)
 
 
-def _infer_transposed_kernels(block: Sequence[_Array], counts: Mapping[int, int]) -> _Roles:
+def _infer_roles_by_transposed_shapes(block: Sequence[_UnknownWeight], counts: Mapping[int, int]) -> _Roles:
     """Yield the roles of first kernels and the second kernel, if they are the only ones with transposed shapes."""
-    shapes: dict[tuple[int, ...], list[_Array]] = defaultdict(list)
+    shapes: dict[tuple[int, ...], list[_UnknownWeight]] = defaultdict(list)
     for array in block:
         if len(array.shape) == 2:
             shapes[array.shape].append(array)
@@ -188,10 +189,12 @@ def _infer_transposed_kernels(block: Sequence[_Array], counts: Mapping[int, int]
         shared = max((1, 0), key=lambda axis: -counts[wide[0].shape[axis]])  # the wider one of equal counts
         is_wide_first = len(tall) == 1 and (len(wide) > 1 or bool(shared) != wide[0].is_transposed)
         firsts, (second, *_) = (wide, tall) if is_wide_first else (tall, wide)
-        yield from _infer_two_kernels(firsts, second, counts)
+        yield from _infer_consecutive_kernel_roles(firsts, second, counts)
 
 
-def _infer_two_kernels(firsts: Sequence[_Array], second: _Array, counts: Mapping[int, int]) -> _Roles:
+def _infer_consecutive_kernel_roles(
+    firsts: Sequence[_UnknownWeight], second: _UnknownWeight, counts: Mapping[int, int]
+) -> _Roles:
     """Yield the roles of first kernels and of the second kernel, which takes their outputs, if their shapes fit.
 
     Args:
@@ -200,7 +203,7 @@ def _infer_two_kernels(firsts: Sequence[_Array], second: _Array, counts: Mapping
         counts: How often each size occurs in the model. The size between the kernels occurs less often than the width
             of the model, or is the larger one.
     """
-    axes = {id(first): _list_output_axes(first, second) for first in firsts if first is not second}
+    axes = {id(first): _list_possible_output_axes(first, second) for first in firsts if first is not second}
     if not any(axes.values()):
         return
     out = max(
@@ -213,11 +216,11 @@ def _infer_two_kernels(firsts: Sequence[_Array], second: _Array, counts: Mapping
     )
     for first in firsts:
         if out in axes.get(id(first), ()):
-            yield first, _make_roles(out)
-    yield second, _make_roles(out)
+            yield first, _make_matrix_roles(out)
+    yield second, _make_matrix_roles(out)
 
 
-def _list_output_axes(first: _Array, second: _Array) -> Sequence[int]:
+def _list_possible_output_axes(first: _UnknownWeight, second: _UnknownWeight) -> Sequence[int]:
     """Return the possible output axes of two kernels, if the second takes all or half of the outputs of the first."""
     return [
         out
@@ -228,12 +231,12 @@ def _list_output_axes(first: _Array, second: _Array) -> Sequence[int]:
     ]
 
 
-def _infer_chain(block: Sequence[_Array], least: int) -> _Roles:
+def _infer_chain_roles(block: Sequence[_UnknownWeight], least: int) -> _Roles:
     """Yield the roles of at least `least` numbered kernels, each of which takes the output of the one before.
 
     The order of two is less certain than their shapes: the first module that flax numbers can be the second to run.
     """
-    chains: dict[tuple[str, ...], list[_Array]] = defaultdict(list)
+    chains: dict[tuple[str, ...], list[_UnknownWeight]] = defaultdict(list)
     for array in block:
         if len(array.shape) == 2:
             chains[split_path_at_numbers(array.layer)].append(array)
@@ -243,11 +246,11 @@ def _infer_chain(block: Sequence[_Array], least: int) -> _Roles:
             a.shape[out] == b.shape[1 - out] for a, b in itertools.pairwise(chain)
         ):
             for array in chain:
-                yield array, _make_roles(out)
+                yield array, _make_matrix_roles(out)
 
 
-def _infer_single_kernels(
-    block: Sequence[_Array], containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
+def _infer_single_kernel_roles(
+    block: Sequence[_UnknownWeight], containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
 ) -> _Roles:
     """Yield the roles of kernels that a name or a bias shows."""
     for array in block:
@@ -257,21 +260,21 @@ def _infer_single_kernels(
         biases = {bias.shape[0] for bias in _list_biases(array, containers) if len(bias.shape) == 1}
         fitting = [axis for axis in array.possible_output_axes if array.shape[axis] in biases]
         if fitting or is_kernel:
-            yield array, _make_roles(fitting[0] if len(fitting) == 1 else int(not array.is_transposed))
+            yield array, _make_matrix_roles(fitting[0] if len(fitting) == 1 else int(not array.is_transposed))
 
 
-def _infer_biases(
-    kernel: _Array, use: InferredUse, containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
-) -> Iterator[tuple[tuple[str, str], InferredUse]]:
+def _infer_bias_roles(
+    kernel: _UnknownWeight, use: InferredRoles, containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
+) -> Iterator[tuple[tuple[str, str], InferredRoles]]:
     """Yield the key and the use of each bias of a kernel."""
     outs = {role: kernel.shape[axis] for axis, role in enumerate(use.use.roles) if role.startswith("out")}
     for bias in _list_biases(kernel, containers) if "rows" not in use.use.roles else ():
         if bias.shape == tuple(outs.values()):
-            yield bias.key, InferredUse(AxesUse(tuple(outs)), kernel.layer)
+            yield bias.key, InferredRoles(AxisRoles(tuple(outs)), kernel.layer)
 
 
 def _list_biases(
-    kernel: _Array, containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
+    kernel: _UnknownWeight, containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
 ) -> Sequence[VariableSpec]:
     """Return the arrays beside a kernel that have the name of a bias: `bias` beside `kernel`, `b1` beside `w1`."""
     container, _, name = kernel.variable.path.rpartition(".")
@@ -285,6 +288,6 @@ def _list_biases(
     ]
 
 
-def _make_roles(out: int) -> tuple[str, str]:
+def _make_matrix_roles(out: int) -> tuple[str, str]:
     """Return the roles of a kernel with two axes, of which `out` is the output."""
     return ("in.0", "out.0") if out else ("out.0", "in.0")

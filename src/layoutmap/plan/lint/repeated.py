@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
-from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix, list_dims_while_computing
+from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix, list_sharding_dims_in_compute
 from layoutmap.plan.problems import Problem
 
 _NUMBER = re.compile(r"\d+")
@@ -71,7 +71,7 @@ def _group_sibling_weights(linted: LintedPlan) -> dict[object, list[tuple[str, A
 
 def _find_sharding_dims(a: Assignment) -> frozenset[str]:
     """Return the mesh dims of size above 1 over which a weight is stored in shards, also those of `fully_shard`."""
-    return frozenset(dim for axis in list_dims_while_computing(a.layout, (), ()) for dim in axis)
+    return frozenset(dim for axis in list_sharding_dims_in_compute(a.layout, (), ()) for dim in axis)
 
 
 def _make_block_finding(linted: LintedPlan, block: str, weights: Sequence[_LessShardedWeight]) -> Finding:

@@ -51,7 +51,7 @@ class LayoutSuggestions:
         if w is None or w.list_axes("rows"):
             rows = w.list_axes("rows") if w else ()
             axes = sorted(range(len(a.variable.shape)), key=lambda axis: axis not in rows)
-            return self._find_sibling_layout(a) or self._shard_first_even_axis(a, axes)
+            return self._find_sibling_layout(a) or self._suggest_first_even_axis_layout(a, axes)
         is_kernel = w.list_axes("in") and w.list_axes("out")
         return self._suggest_kernel_layout(w) if is_kernel else self._suggest_bias_layout(w)
 
@@ -73,15 +73,19 @@ class LayoutSuggestions:
             dims = self._remove_batch_dims(
                 self.previous_kernels[id(w)].list_dims(self.previous_kernels[id(w)].list_axes("out")[0])
             )
-            row = self._make_even_layout(w, into, dims) if dims else self._shard_over_largest_dim(w, into)
-            return row or self._shard_over_batch_dim(w, out)
+            row = (
+                self._make_even_layout(w, into, dims)
+                if dims
+                else self._suggest_layout_over_largest_dim(w, into)
+            )
+            return row or self._suggest_layout_over_batch_dim(w, out)
         makers, is_paired = self._linted.kernels_before.get(id(w), ()), id(w) in self._linted.kernels_after
         # If no next kernel reads sharded inputs, sharded outputs would be gathered, so then shard the input axis.
         if not is_paired and any(maker.list_dims(maker.list_axes("in")[0]) for maker in makers):
-            return self._shard_over_largest_dim(w, into)
-        found = self._shard_over_largest_dim(w, out)
+            return self._suggest_layout_over_largest_dim(w, into)
+        found = self._suggest_layout_over_largest_dim(w, out)
         is_paired = is_paired or bool(makers)
-        return found if found is not None or is_paired else self._shard_over_largest_dim(w, into)
+        return found if found is not None or is_paired else self._suggest_layout_over_largest_dim(w, into)
 
     def _find_sibling_layout(self, a: Assignment) -> Layout | None:
         """Return the layout of the same weight in another block, or None if it is replicated there, too."""
@@ -118,7 +122,7 @@ class LayoutSuggestions:
         layout = self._suggest_kernel_layout(kernel)
         return layout if layout is not None and layout.list_mesh_dims(axis) == dims else None
 
-    def _shard_over_largest_dim(self, w: Weight, axis: int) -> Layout | None:
+    def _suggest_layout_over_largest_dim(self, w: Weight, axis: int) -> Layout | None:
         """Return the layout with an axis sharded over the largest mesh dim that divides it, or None if no dim does."""
         # If a summed axis is sharded over the batch dim, each step gathers the weight or the batch, so skip this dim.
         is_sum = w.use.roles[axis].startswith("in")
@@ -129,7 +133,7 @@ class LayoutSuggestions:
                     return found
         return None
 
-    def _shard_over_batch_dim(self, w: Weight, axis: int) -> Layout | None:
+    def _suggest_layout_over_batch_dim(self, w: Weight, axis: int) -> Layout | None:
         """Return the layout with an axis sharded over a batch dim, or None if no batch dim divides its size."""
         dims = [dim.name for dim in self._dims if dim.name in self._linted.batch_dims]
         return next((found for dim in dims if (found := self._make_even_layout(w, axis, (dim,)))), None)
@@ -144,7 +148,7 @@ class LayoutSuggestions:
         unit = w.use.head_size if is_of_heads and w.use.head_size else 1
         return None if w.shape[axis] // layout.num_shards(axis) % unit else layout
 
-    def _shard_first_even_axis(self, a: Assignment, axes: Sequence[int]) -> Layout | None:
+    def _suggest_first_even_axis_layout(self, a: Assignment, axes: Sequence[int]) -> Layout | None:
         """Shard one axis over the largest mesh dim that divides any axis. Return the layout, or None if no dim does."""
         shape = a.variable.shape
         for dim in self._dims:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims
-from layoutmap.core.variables import Assignment, AxesUse, Kind
+from layoutmap.core.variables import Assignment, AxisRoles, Kind
 from layoutmap.plan.lint.inferred_roles import (
     ATTENTION_OUTPUT,
     ATTENTION_PARTS,
@@ -21,7 +21,7 @@ from layoutmap.plan.lint.inferred_roles import (
     FUSED_QKV,
     ROUTER,
     SECOND_KERNEL,
-    infer_axis_uses,
+    infer_axis_roles,
 )
 from layoutmap.plan.table import PlanTable
 
@@ -31,7 +31,7 @@ class Weight:
     """A weight with known axis roles, the mesh dims over which it is gathered, and those of the batch."""
 
     assignment: Assignment
-    use: AxesUse
+    use: AxisRoles
     layer: str
     """The path of its layer."""
     gathered_dims: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Weight:
 
     def list_dims(self, axis: int) -> tuple[str, ...]:
         """Return the mesh dims over which an axis is sharded while its layer computes."""
-        return list_dims_while_computing(self.layout, self.gathered_dims, self.batch_dims)[axis]
+        return list_sharding_dims_in_compute(self.layout, self.gathered_dims, self.batch_dims)[axis]
 
     def count_shards(self, axis: int) -> int:
         """Return the number of shards of an axis while its layer computes."""
@@ -104,7 +104,7 @@ def _group_axes_by_role(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(4096)
-def list_dims_while_computing(
+def list_sharding_dims_in_compute(
     layout: Layout, gathered_dims: tuple[str, ...], batch_dims: tuple[str, ...]
 ) -> tuple[tuple[str, ...], ...]:
     """Return for each axis the mesh dims over which a weight is sharded while its layer computes.
@@ -113,15 +113,15 @@ def list_dims_while_computing(
     dim, so an axis that is sharded over the batch dim and other dims counts as sharded over the other dims only.
     """
 
-    def list_axis_dims_while_computing(axis: int) -> tuple[str, ...]:
+    def list_axis_sharding_dims_in_compute(axis: int) -> tuple[str, ...]:
         dims = [dim for dim in layout.list_mesh_dims(axis) if layout.mesh.dim_size(dim) > 1]
         dims = [dim for dim in dims if dim not in gathered_dims]
         return tuple(dim for dim in dims if dim not in batch_dims or len(dims) == 1)
 
-    return tuple(map(list_axis_dims_while_computing, range(layout.rank)))
+    return tuple(map(list_axis_sharding_dims_in_compute, range(layout.rank)))
 
 
-class Experts(NamedTuple):
+class ExpertWeightIds(NamedTuple):
     """The ids of the assignments of stacked expert weights, and of their routers."""
 
     stacks: Set[int]
@@ -140,7 +140,7 @@ class LintedPlan:
             v.key: (v.use, v.path.rpartition(".")[0]) for a in fitting if (v := a.variable).use is not None
         }
         # JAX sorts the keys of a dict, so `down` is before `up`. The inferred uses are in the order of the call.
-        uses |= infer_axis_uses(a.variable for a in plan.assignments)
+        uses |= infer_axis_roles(a.variable for a in plan.assignments)
         by_key = {a.variable.key: a for a in fitting}
         self.weights = [
             Weight(by_key[key], use, layer, plan.gathered_dims, self.batch_dims)
@@ -203,7 +203,7 @@ class LintedPlan:
         return votes.count(dims) - len(votes) * bool({*dims} & {*self.batch_dims})
 
     @cached_property
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertWeightIds:
         """The stacked weights of experts, and the kernels of their routers.
 
         A router has the axes (features, experts), or in the other order as its use or its name shows. Beside it are
@@ -233,7 +233,7 @@ class LintedPlan:
                 if len(kernels) > 1 and all(features in each.variable.shape[1:] for each in kernels):
                     found |= {id(each) for each in members}
                     routers.add(id(a))
-        return Experts(found - routers, routers)
+        return ExpertWeightIds(found - routers, routers)
 
     def is_expert_stack(self, a: Assignment) -> bool:
         """Return whether a weight is a stack of experts, by its router or by its path."""
@@ -256,7 +256,7 @@ class LintedPlan:
         ]
 
     @cached_property
-    def fused_kernels(self) -> Mapping[int, Weight]:
+    def kernels_after_fused(self) -> Mapping[int, Weight]:
         """A dict from the id of each fused kernel to the kernel after the split of its outputs."""
         return {id(fused): taker for block in self.blocks for fused, taker in iterate_fused_pairs(block)}
 

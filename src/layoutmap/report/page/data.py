@@ -14,7 +14,7 @@ from layoutmap.core.match import Match, Rule
 from layoutmap.core.paths import replace_numbers_with_stars
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import load_cost_package
-from layoutmap.plan.memory import Memory, count_memory
+from layoutmap.plan.memory import Memory, count_memory_by_purpose
 from layoutmap.plan.problems import Problem, group_problems, sort_problems
 from layoutmap.plan.table import PlanTable
 from layoutmap.plan.verdict import Verdict
@@ -77,7 +77,7 @@ class _PageData:
                 self.by_path.setdefault(path, []).append(i)
 
     def make_page_dict(self, findings: Sequence[Problem]) -> dict[str, Any]:
-        plan, memory = self.plan, count_memory(self.plan)
+        plan, memory = self.plan, count_memory_by_purpose(self.plan)
         rows = make_table_rows(plan)
         row_of = {id(a): i for i, row in enumerate(rows) for a in row.assignments}
         variables = [self._make_variable_entry(a, row_of[id(a)]) for a in plan.assignments]
@@ -104,11 +104,11 @@ class _PageData:
             "layouts": list(self.layouts),
             "cost": plan.cost
             and load_cost_package().make_page_fields(
-                plan.cost, memory.total - memory.gradients, self._find_first_variable
+                plan.cost, memory.total - memory.gradients, self._find_first_variable_position
             ),
         }
 
-    def _find_first_variable(self, starred_path: str) -> int | None:
+    def _find_first_variable_position(self, starred_path: str) -> int | None:
         """Return the position of the first variable with a path, in which stars are numbers, or None if none has it."""
         if "*" in starred_path:
             return next(

@@ -24,7 +24,7 @@ from layoutmap.testing.engine.cases import (
 class ComputingLaws(EngineCases):
     """Laws about calls, variables, conversion to numpy, and computation on a mesh."""
 
-    def test_a_call_returns_the_values_in_the_layout(self):
+    def test_call_with_layout_returns_the_values_in_the_layout(self):
         """`call_with_layout` returns the function's result in the layout, on every mesh."""
         values = generate_values((16, 8), "uint32", seed=12)
         array = self.make_array(values)
@@ -38,7 +38,7 @@ class ComputingLaws(EngineCases):
                 assert layout == self.engine.get_layout(result)
                 self._assert_each_device_has_its_shard(result, layout, values * np.uint32(3))
 
-    def test_a_call_that_does_not_fit_is_refused(self):
+    def test_call_with_layout_refuses_a_result_that_does_not_fit(self):
         """`call_with_layout` refuses a result of a wrong rank, a result with uneven shards, and several results."""
         layout = Layout(["x"], self.make_mesh("x=2"))
         # On one device, shards cannot be uneven, so only a wrong rank can be tested.
@@ -72,14 +72,14 @@ class ComputingLaws(EngineCases):
         assert_same_bits(values, self.engine.to_numpy(self.make_array(values)))
         assert_same_bits(values, self.engine.to_numpy(self.engine.relayout(values, layout)))
 
-    def test_all_gather_in_one_process_returns_its_values(self):
+    def test_gather_from_one_process_returns_its_values(self):
         """In one process, `gather_from_processes` returns the values of this process as one row."""
         for dtype in ("uint8", "float64"):
             values = generate_values((3, 2), dtype, seed=0)
 
             assert_same_bits(values[None], self.engine.gather_from_processes(values, self._list_meshes()[0]))
 
-    def test_computing_on_a_mesh(self):
+    def test_arrays_computed_in_run_on_are_replicated(self):
         """Arrays that are computed inside `run_on` are replicated on the mesh. An exception also ends `run_on`."""
         values = np.arange(8, dtype=np.int32).reshape(4, 2)
         # Engines reuse the first of two equal meshes, which may have no devices, so use dims that no other law uses.
@@ -104,7 +104,7 @@ class ComputingLaws(EngineCases):
             pass
 
     @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bool"])
-    def test_canonical_predicts_the_element_type(self, dtype: str):
+    def test_canonicalize_values_predicts_the_element_type(self, dtype: str):
         """`canonicalize_values` returns values in the dtype that an array of them has, and is idempotent."""
         values = np.ones(4, dtype)
         canonical = self.engine.canonicalize_values(values)
@@ -113,7 +113,7 @@ class ComputingLaws(EngineCases):
         assert_same_bits(canonical, self.assemble_array(array, (4,), str(canonical.dtype)))
         assert_same_bits(canonical, self.engine.canonicalize_values(canonical))
 
-    def test_texts_and_objects_are_refused(self):
+    def test_arrays_of_texts_or_objects_are_refused(self):
         """The error for an array of texts or objects contains its element type."""
         for values in (np.array(["a", "b"]), np.array([None, None])):
             with pytest.raises(EngineError, match=str(values.dtype)):

@@ -64,7 +64,7 @@ class CreationLaws(EngineCases):
         assert_same_bits(values, self.assemble_array(arrays["w"], shape, dtype))
         self._assert_each_device_has_its_shard(arrays["w"], layout, values)
 
-    def test_check_dtype_agrees_with_create(self):
+    def test_check_dtype_agrees_with_create_initial_values(self):
         """`check_dtype` and `create_initial_values` accept the same element types, and raise equal errors."""
         layout = Layout(["x"], self.make_mesh("x=2"))
         for dtype in ("float32", "bfloat16", "int8", "uint64", "int64", "float64", "complex128", "no_type"):
@@ -97,7 +97,7 @@ class CreationLaws(EngineCases):
 
             assert_same_bits(expected, self.assemble_array(arrays[key], (16, 8), "float32"))
 
-    def test_progress_is_called(self):
+    def test_progress_is_called_after_each_variable(self):
         """The progress callback is called with the key of each variable in order, after the variable is created."""
         layout = Layout(["x"], self.make_mesh("x=2"))
         initializers = {key: self.make_random_initializer((4,), "float32", seed=9) for key in "cab"}

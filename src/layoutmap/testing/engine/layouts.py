@@ -87,7 +87,7 @@ class LayoutLaws(EngineCases):
         assert self.engine is find_engine(array)
         assert self.engine.get_layout(array) is None
 
-    def test_an_array_without_layout_is_reported_as_unplaced(self):
+    def test_find_placement_recognizes_an_array_without_layout(self):
         """`find_placement` returns `PlacementWithoutLayout` for an array without a layout, and otherwise the layout."""
         unplaced = self.engine.find_placement(self.make_array(np.zeros(2, np.float32)))
         layout = Layout(["x"], self.make_mesh("x=2"))
@@ -99,7 +99,7 @@ class LayoutLaws(EngineCases):
         assert layout == self.engine.find_placement(array) == self.engine.get_layout(array)
         assert layout == self.engine.find_placement(array, [self.make_mesh("x=2,y=2")])
 
-    def test_by_device_returns_the_shard_of_each_device(self):
+    def test_iterate_device_values_returns_each_shard(self):
         """`iterate_device_values` returns the shard of each device with all bits, also of replicas."""
         mesh = self.engine.bind_mesh(self.make_mesh("x=2,y=4"))
         values = generate_values((8, 8), "float32", seed=5)
@@ -114,7 +114,7 @@ class LayoutLaws(EngineCases):
         ((_, only_shard),) = self.engine.iterate_device_values(self.make_array(values))
         np.testing.assert_array_equal(values, only_shard)
 
-    def test_native_checks_the_rank(self):
+    def test_make_native_layout_refuses_a_wrong_rank(self):
         """`make_native_layout` refuses a layout with a rank other than the given rank."""
         with pytest.raises(LayoutError, match="rank"):
             self.engine.make_native_layout(Layout(["x", None], self.make_mesh("x=2")), 1)

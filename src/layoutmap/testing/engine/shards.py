@@ -15,7 +15,7 @@ from layoutmap.core.blocks import (
     NumpyArray,
     assemble_blocks,
     compute_block_shape,
-    get_slice_ends,
+    get_starts_and_stops,
     make_full_index,
 )
 from layoutmap.core.errors import EngineError, LayoutError
@@ -115,7 +115,7 @@ class ShardLaws(EngineCases):
             assert after == self.engine.get_layout(moved)
             self._assert_each_device_has_its_shard(moved, after, values)
 
-    def test_devices_in_another_order(self):
+    def test_reordered_devices_have_their_shards_or_are_refused(self):
         """On a mesh with devices in an unusual order, each device has its shard, or the engine refuses the mesh."""
         mesh = self.make_mesh("x=2,y=4", first=0)
         names = mesh.devices or ()
@@ -175,13 +175,13 @@ class ShardLaws(EngineCases):
         assert layout == self.engine.get_layout(array)
         assert_same_bits(values, assemble_blocks(shards, shape, values.dtype))
         self._assert_each_device_has_its_shard(array, layout, values)
-        assert len(read_indices) == len(set(map(get_slice_ends, read_indices)))
+        assert len(read_indices) == len(set(map(get_starts_and_stops, read_indices)))
         for index in [*read_indices, *(index for index, _ in shards)]:
             assert layout.shard_shape(shape) == compute_block_shape(index)
         if math.prod(shape):
             assert layout.num_distinct_shards == len(shards)
 
-    def test_writes_to_own_memory_change_the_array(self):
+    def test_writes_to_writable_memory_change_the_array(self):
         """Values written to `get_writable_memory` are in the array. The memory contains all shards or none."""
         values = generate_values((4, 8), "float32", seed=7)
         layout = Layout(["x", "y"], self.make_mesh("x=2,y=4"))

@@ -42,7 +42,7 @@ _REFUSED_EXIT_CODE = 3  # exit code of a program that stops because the plan has
 def load_checkpoint_on_other_mesh(trial: Trial) -> Iterator[str]:
     """Save a trained model, and load it with a different layout map. Compare layouts, and values bit for bit."""
     case, sharded = trial.case, trial.model_pair[1]
-    other, plan = _draw_other_valid_map(trial)
+    other, plan = _draw_other_valid_layout_map(trial)
     with trial.create_shared_folder() as folder:
         save(sharded, folder, progress=False)
         saved = describe(folder)
@@ -71,7 +71,7 @@ def load_checkpoint_on_other_mesh(trial: Trial) -> Iterator[str]:
 def sync_weights_to_other_mesh(trial: Trial) -> Iterator[str]:
     """Sync a model to one with a different layout map. Compare layouts, sent bytes, and values bit for bit."""
     case, trainer = trial.case, trial.model_pair[1]
-    other, _ = _draw_other_valid_map(trial)
+    other, _ = _draw_other_valid_layout_map(trial)
     trial.adapter.set_seed(_OTHER_SEED)
     sampler = build(
         case.make_model,
@@ -125,7 +125,7 @@ def load_checkpoint_on_other_engine(trial: Trial) -> Iterator[str]:
     has_devices = case.devices.simulated and not trial.processes.has_other_processes
     if not has_devices or engine not in list_installed_engines():
         raise NotApplicable(f"{engine} is not installed, or the devices are not simulated in one process")
-    if not trial.choices.is_one_in(8):
+    if not trial.choices.draw_true_once_in(8):
         raise NotApplicable("only one case in eight tries this law")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, arrays = str(Path(folder, "checkpoint")), str(Path(folder, "arrays.npz"))
@@ -178,7 +178,7 @@ def apply_map_to_existing_model(trial: Trial) -> Iterator[str]:
             yield f"{path}: planned {planned[path]}, laid out in {variable.layout}"
 
 
-def _draw_other_valid_map(trial: Trial) -> tuple[DrawnLayoutMap, Plan]:
+def _draw_other_valid_layout_map(trial: Trial) -> tuple[DrawnLayoutMap, Plan]:
     """Return a random layout map and its plan without errors. Raise `NotApplicable` if no draw has one."""
     choices = trial.choices
     shapes = {a.variable.path: a.variable.shape for a in trial.rule_assignments if a.variable.shape}

@@ -115,11 +115,13 @@ def _compare_with_rule_dims(
     if not get_engine(trial.adapter.engine_name).several_dims:
         expected = [dims and (max(dims, key=sizes.__getitem__),) for dims in expected]
     actual = [assignment.layout.list_mesh_dims(axis) for axis in range(assignment.layout.rank)]
-    if [_drop_unit_dims(dims, sizes) for dims in expected] != [_drop_unit_dims(d, sizes) for d in actual]:
+    if [_remove_dims_of_size_one(dims, sizes) for dims in expected] != [
+        _remove_dims_of_size_one(d, sizes) for d in actual
+    ]:
         yield f"{assignment.variable.path}: its rule says {expected}, and it has {assignment.layout}"
 
 
-def _drop_unit_dims(dims: Dims, sizes: Mapping[str, int]) -> Dims:
+def _remove_dims_of_size_one(dims: Dims, sizes: Mapping[str, int]) -> Dims:
     """Return the dims without those of size 1, which shard nothing."""
     return tuple(dim for dim in dims if sizes[dim] > 1)
 
@@ -144,7 +146,7 @@ def compare_slots_with_weights(trial: Trial) -> Iterator[str]:
     Half of the cases use Adafactor, which creates slots with fewer axes than their weights.
     """
     factored = [optimizer for optimizer in trial.case.model.optimizers if "Adafactor" in optimizer]
-    is_factored = bool(factored) and trial.choices.is_one_in(2)
+    is_factored = bool(factored) and trial.choices.draw_true_once_in(2)
     plan = replace(trial.case, optimizer=factored[0]).plan() if is_factored else trial.plan
     weights = {a.variable.path: a for a in plan.assignments if a.variable.kind is Kind.WEIGHT}
     slots = [a for a in plan.assignments if a.variable.kind is Kind.SLOT and a.variable.parent in weights]
@@ -257,7 +259,7 @@ def compare_exit_code_with_verdict(trial: Trial) -> Iterator[str]:
 
     A quarter of the cases run, since the command needs a process.
     """
-    if not trial.choices.is_one_in(4):
+    if not trial.choices.draw_true_once_in(4):
         raise NotApplicable("only one case in four tries this law")
     case, needed = trial.case, trial.plan.memory.total
     limit = trial.choices.pick(2 * needed, needed + 2, needed, needed - 2, needed // 2) // 2 * 2
@@ -271,13 +273,15 @@ def compare_exit_code_with_verdict(trial: Trial) -> Iterator[str]:
         if case.model.plan_inputs:
             arrays = map(np.asarray, flatten_arrays(case.batch[0]))
             arguments += ["--inputs", *(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in arrays)]
-        command = _run_layoutmap(folder, arguments)
+        command = _run_layoutmap_command(folder, arguments)
         if command.returncode != (0 if expected.passes else 1):
             yield f"exit code {command.returncode}, and the verdict is {expected.headline!r}: {command.stderr}"
             return
         low_limit = limit // 4 * 2
         low_verdict = trial.plan.set_limits(device_memory=low_limit).verdict
-        second = _run_layoutmap(folder, ["plan", str(plan_file), "--device-memory", _format_kib(low_limit)])
+        second = _run_layoutmap_command(
+            folder, ["plan", str(plan_file), "--device-memory", _format_kib(low_limit)]
+        )
         if second.returncode != (0 if low_verdict.passes else 1):
             yield f"exit code {second.returncode} of the plan's file: {low_verdict.headline!r}"
         reports = {
@@ -294,7 +298,7 @@ def _format_kib(num_bytes: int) -> str:
     return f"{num_bytes / 1024:.9f}KiB"
 
 
-def _run_layoutmap(folder: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_layoutmap_command(folder: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run the command line in a folder, in one process without a launcher."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "TF_CONFIG")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}

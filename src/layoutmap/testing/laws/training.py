@@ -41,7 +41,7 @@ def compare_keras_predictions(trial: Trial) -> Iterator[str]:
     # device's.
     if trial.case.library != "keras" or trial.processes.has_other_processes:
         raise NotApplicable("the case is not a Keras model in one process")
-    if not trial.choices.is_one_in(3):
+    if not trial.choices.draw_true_once_in(3):
         raise NotApplicable("only one case in three tries this law")
     batch, size = trial.case.batch, trial.case.rows * 2 // 3
     results: list[dict[str, Any]] = []
@@ -126,9 +126,9 @@ def compare_training_with_unsharded_head(trial: Trial) -> Iterator[str]:
     case, choices = trial.case, trial.choices
     if not isinstance(case.model, TorchModel):
         raise NotApplicable("the case is not a torch model")
-    if not choices.is_one_in(4):
+    if not choices.draw_true_once_in(4):
         raise NotApplicable("only one case in four tries this law")
-    head = Head(choices.pick(0.1, 1.0, 10.0), foreach=not choices.is_one_in(3))
+    head = Head(choices.pick(0.1, 1.0, 10.0), foreach=not choices.draw_true_once_in(3))
     optimizers = (text for text in case.model.optimizers if "SGD" in text or "AdamW" in text)
     other = replace(case, model=replace(case.model, head=head), optimizer=choices.pick(*optimizers))
     yield from compare_training(Trial(other))
@@ -143,7 +143,7 @@ def compare_training_without_compiler(trial: Trial) -> Iterator[str]:
         raise NotApplicable("on the other engines, all laws run without a compiler")
     if trial.processes.has_other_processes:
         raise NotApplicable("JAX requires the compiler in several processes")
-    if not trial.choices.is_one_in(8):
+    if not trial.choices.draw_true_once_in(8):
         raise NotApplicable("only one case in eight tries this law")
     pair = trial.make_model_pair()
     with importlib.import_module("jax").disable_jit():
@@ -198,7 +198,7 @@ def compare_training_with_explicit_axes(trial: Trial) -> Iterator[str]:
     # Explicit axes cannot be padded, so shrink uneven axes instead.
     uneven = case.map.uneven if isinstance(case.map.uneven, str) else "shrink"
     drawn_map = replace(case.map, explicit_dims=tuple(explicit), uneven=uneven)
-    lines = "" if choices.is_one_in(4) else case.model.auto_axes_lines
+    lines = "" if choices.draw_true_once_in(4) else case.model.auto_axes_lines
     other = Trial(replace(case.to_sgd(), map=drawn_map, last_lines=lines))
     yield from compare_initial_values(other)
     unsharded, sharded = other.model_pair

@@ -253,7 +253,10 @@ class Trial:
         if is_shared_pair and any(row.stage != "weights" and not row.agrees for row in report.rows):
             return
         stage, fewer = "fewer rows", slice_rows(batch, self.case.rows * 2 // 3)
-        expected, actual = self._fit_fewer_rows(reference, fewer), self._fit_fewer_rows(other, fewer)
+        expected, actual = (
+            self._train_on_fewer_rows(reference, fewer),
+            self._train_on_fewer_rows(other, fewer),
+        )
         # Some models diverge, because all have the same learning rate, so compare only finite numbers.
         if all(np.isfinite(number).all() for number in expected.values()):
             yield from compare_logged_numbers(stage, expected, actual, TOLERANCE)
@@ -262,7 +265,7 @@ class Trial:
                     adapter, stage, reference, other, TOLERANCE, report.only_rounding
                 )
 
-    def _fit_fewer_rows(self, model: Any, fewer_rows: object) -> dict[str, float]:
+    def _train_on_fewer_rows(self, model: Any, fewer_rows: object) -> dict[str, float]:
         """Train a step on fewer rows, and return its logs. Keras models run `fit` with a smaller last batch instead."""
         # In several processes, `fit` takes only the rows of its process, so train without it.
         if self.case.library != "keras" or self.processes.has_other_processes:

@@ -116,7 +116,7 @@ class ModelBuilder(ABC):
             self.add_residual_block: 3,
             self.add_gate: 1,
             self.add_shared_layer: 2,
-            self.add_input_and_combine: 3,
+            self.add_input_and_combine_with_value: 3,
             self.add_second_output: 1,
         }
 
@@ -128,7 +128,7 @@ class ModelBuilder(ABC):
     def add_residual_block(self, value: str) -> str:
         """Add one or two layers and a skip connection."""
         inner, shape = self.add_layer(value), self.shapes[value]
-        if self.choices.is_one_in(2):
+        if self.choices.draw_true_once_in(2):
             inner = self.add_layer(inner)
         if shape[:-1] != self.shapes[inner][:-1]:
             return inner
@@ -136,7 +136,7 @@ class ModelBuilder(ABC):
             inner = self.add_linear(inner, shape[-1])
         return self.add_sum(value, inner)
 
-    def add_input_and_combine(self, value: str) -> str:
+    def add_input_and_combine_with_value(self, value: str) -> str:
         """Add an input, and combine a value with it. If the model has three inputs, add a layer instead."""
         if len(self.inputs) > 2:
             return self.add_layer(value)

@@ -35,7 +35,7 @@ class Choices:
         """Return one of the keys, with a probability proportional to its frequency."""
         return self.pick(*(key for key, n in frequencies.items() for _ in range(n)))
 
-    def is_one_in(self, num_outcomes: int) -> bool:
+    def draw_true_once_in(self, num_outcomes: int) -> bool:
         """Return True with a probability of 1 / `num_outcomes`, and otherwise False."""
         return self.draw_below(num_outcomes) == num_outcomes - 1
 

@@ -99,7 +99,7 @@ def draw_layout_map(
         "error", "error", "replicate", "shrink", _PAD_OR_SHRINK, _PAD_OR_SHRINK
     )
     dim = next((dim for dim in _BATCH_DIMS if dim in mesh), None)
-    batch_dim = dim if dim and not choices.is_one_in(8) else None
+    batch_dim = dim if dim and not choices.draw_true_once_in(8) else None
     rules: dict[str, Specs] = {}
     for path, shape in variables.items():
         if not shape:
@@ -112,7 +112,7 @@ def draw_layout_map(
             rules[pattern if _can_fit_shapes(Layout(specs, mesh), shapes, uneven) else exact] = specs
     activations: dict[str, Specs] = {}
     for path in choices.sample(sorted(outputs), choices.pick_weighted({0: 3, 1: 1, 2: 1})):
-        row_dim = batch_dim if not choices.is_one_in(4) else None
+        row_dim = batch_dim if not choices.draw_true_once_in(4) else None
         specs = draw_sharding_specs(choices, mesh, outputs[path], "error", unusable=[row_dim])
         activations[re.escape(path) + "$"] = (row_dim, *specs)
     return DrawnLayoutMap(text, tuple(rules.items()), tuple(activations.items()), uneven, batch_dim)
@@ -123,17 +123,17 @@ def draw_sharding_specs(
 ) -> Specs:
     """Draw sharding specs for a tensor that use none of the `unusable` mesh dims."""
     num_dims = choices.pick_weighted({1: 6, 0: 4, 2: 4 * len(shape), 3: 2})
-    same_axis = choices.is_one_in(4)
-    may_be_uneven = uneven == _PAD_OR_SHRINK or (uneven != "error" and choices.is_one_in(3))
+    same_axis = choices.draw_true_once_in(4)
+    may_be_uneven = uneven == _PAD_OR_SHRINK or (uneven != "error" and choices.draw_true_once_in(3))
     if may_be_uneven:  # use several dims for one axis more often, because some may not divide it
-        same_axis = same_axis or choices.is_one_in(2)
+        same_axis = same_axis or choices.draw_true_once_in(2)
     axes: list[tuple[str, ...]] = [()] * len(shape)
     for dim in choices.sample([dim for dim in mesh.dim_names if dim not in unusable], num_dims):
         used = [axis for axis, dims in enumerate(axes) if dims]
         free = used if same_axis and used else [axis for axis in range(len(shape)) if axis not in used]
         shards = [math.prod(map(mesh.dim_size, (*dims, dim))) for dims in axes]
         usable = [axis for axis in free if may_be_uneven or not shape[axis] % shards[axis]]
-        if uneven == _PAD_OR_SHRINK and choices.is_one_in(2):
+        if uneven == _PAD_OR_SHRINK and choices.draw_true_once_in(2):
             usable = [axis for axis in usable if shape[axis] % shards[axis]] or usable
         if usable:
             axes[choices.pick(*usable)] += (dim,)

@@ -53,7 +53,7 @@ def draw_heads_einsum(choices: Choices, shape: Shape) -> tuple[str, Shape, int, 
     Returns the equation, the kernel's shape, the number of contracted axes, and the result's shape.
     """
     axes = "bcd"[: len(shape)]
-    merges = len(shape) == 3 or (len(shape) == 2 and choices.is_one_in(3))
+    merges = len(shape) == 3 or (len(shape) == 2 and choices.draw_true_once_in(3))
     contracted, free = (axes[-2:], axes[:-2]) if merges else (axes[-1:], axes[:-1])
     sizes = (choices.pick_weighted(WIDTHS),) if merges else (choices.pick(4, 2, 8), choices.pick(4, 8))
     new = "z" if merges else "yz"
@@ -66,7 +66,9 @@ def draw_padding(
 ) -> tuple[bool, Shape]:
     """Draw whether windows must stay inside the input. Return this boolean, and the output size along each axis."""
     lengths = tuple((size - 1) * step + 1 for size, step in zip(sizes, dilation, strict=True))
-    is_valid = all(n >= length for n, length in zip(space, lengths, strict=True)) and choices.is_one_in(2)
+    is_valid = all(
+        n >= length for n, length in zip(space, lengths, strict=True)
+    ) and choices.draw_true_once_in(2)
     least = lengths if is_valid else (1,) * len(space)
     spatial = tuple(-(-(n - length + 1) // s) for n, length, s in zip(space, least, strides, strict=True))
     return is_valid, spatial

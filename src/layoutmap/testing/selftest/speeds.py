@@ -98,7 +98,7 @@ class MeasuredSpeeds:
         what, why = "held", "\n".join(self._format_slow_collectives())
         if self.share_cores:
             what, why = "not tried", "there are more devices than cores, so they slow each other down"
-        elif not any(self._expect_bandwidth(key) for key in self._fastest_collectives):
+        elif not any(self._find_expected_bandwidth(key) for key in self._fastest_collectives):
             what, why = (
                 "not tried",
                 "there is no speed to compare with: no machine of --on, and no other mesh dim",
@@ -109,13 +109,13 @@ class MeasuredSpeeds:
 
     def _format_slow_collectives(self) -> Iterator[str]:
         for key, (figure, _, bandwidth) in self._fastest_collectives.items():
-            expected = self._expect_bandwidth(key)
+            expected = self._find_expected_bandwidth(key)
             if expected and bandwidth * _MAX_SLOWDOWN[self.on is not None] < expected:
                 reference = f"{self.on.name} has" if self.on else "over other dims it has"
                 name = f"{_format_collective_name(figure)} over {figure['dim']} of {figure['mesh']}"
                 yield f"{name}: {_format_rate(bandwidth)}, and {reference} {_format_rate(expected)}"
 
-    def _expect_bandwidth(self, key: _Key) -> float | None:
+    def _find_expected_bandwidth(self, key: _Key) -> float | None:
         """Return the bandwidth in the machine file. Without one, return the best of this kind over other mesh dims."""
         group = self._fastest_collectives[key][1]
         if self.on is not None:
@@ -132,7 +132,7 @@ class MeasuredSpeeds:
         rows: list[list[str]] = []
         for key, (figure, group, bandwidth) in sorted(self._fastest_collectives.items()):
             group_text = f"{figure['dim']} of {figure['mesh']}" + f", {group.nodes} hosts" * (group.nodes > 1)
-            expected = self._expect_bandwidth(key) if self.on else None
+            expected = self._find_expected_bandwidth(key) if self.on else None
             what = f"{_format_collective_name(figure)} of {format_bytes(figure['bytes'])}"
             rows.append(self._make_row(what, group_text, _format_rate, bandwidth, expected))
         for name, value in self._best_measurements.items():

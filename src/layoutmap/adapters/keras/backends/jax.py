@@ -122,7 +122,7 @@ class JaxBackend(Backend):
         return wrappers
 
     @contextmanager
-    def use_comparable_draws_and_rows(self, model: object) -> Generator[None]:
+    def match_draws_and_rows_temporarily(self, model: object) -> Generator[None]:
         """Make steps take the whole batch from each process, instead of its own rows, until the block ends."""
         session = get_session(model)
         if session is None:

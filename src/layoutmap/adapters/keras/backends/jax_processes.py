@@ -24,7 +24,11 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import EngineError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.engines.agreement import CallComparisonSchedule, compare_texts, make_process_facts
+from layoutmap.engines.agreement import (
+    CallComparisonSchedule,
+    gather_unequal_texts_and_checksums,
+    map_process_names_to_texts,
+)
 
 GATHERED = "_layoutmap_gathered"  # attribute of a variable with its global value on the host, during a save
 _REPORTED = "_layoutmap_reported"
@@ -53,7 +57,7 @@ class RowDivider:
     def assemble_batches(self, batches: Iterator[object]) -> Generator[object]:
         """Yield global batches on the mesh, each assembled from the rows that all processes pass."""
         for batch in batches:
-            self._check_batch_and_record_rows(batch)
+            self._check_batch_and_record_num_rows(batch)
             yield keras.tree.map_structure(self._assemble_global_array, batch, none_is_leaf=True)
         self._check_processes_agree("no more batches", 0)
 
@@ -63,7 +67,7 @@ class RowDivider:
 
     # -- comparing batches
 
-    def _check_batch_and_record_rows(self, batch: object) -> None:
+    def _check_batch_and_record_num_rows(self, batch: object) -> None:
         """Raise if the processes' batches do not fit together. Otherwise record the global number of rows."""
         if any(isinstance(each, JAXSparse) for each in keras.tree.flatten(batch)):
             raise ScopeError(
@@ -71,31 +75,33 @@ class RowDivider:
                 why="a sparse array is one list of elements, which cannot be split into rows",
                 fix="pass dense arrays, such as matrix.toarray() of each batch",
             )
-        arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_on_own_devices(each)]
+        arrays = [np.asarray(each) for each in keras.tree.flatten(batch) if _is_on_devices_of_process(each)]
         batch_text = ", ".join(f"{a.dtype}{list(a.shape)}" if a.ndim else f"{a.dtype} {a}" for a in arrays)
         shared = len(self._parts) < len(self._processes) and self._context.options.check_batches
         # If a process has a batch of a different shape, or none, all would hang, so compare shapes in each step.
         self._check_processes_agree(
             batch_text,
-            compute_checksum(*arrays) if shared and self._schedule.should_compare_next_call() else 0,
+            compute_checksum(*arrays) if shared and self._schedule.count_call_and_check_due() else 0,
         )
         self.num_placed_rows.append(next((len(a) for a in arrays if a.ndim), 0) * len(self._parts))
 
     def _check_processes_agree(self, batch_text: str, checksum: int) -> None:
         """Raise if processes pass different texts, or different checksums where their devices store the same rows."""
-        texts, checksums = compare_texts(
+        texts, checksums = gather_unequal_texts_and_checksums(
             f"{self._verb}: {batch_text}", self._context.gather_from_processes, checksum
         )
         of: dict[int, set[int]] = {}
         for part, each in zip(self._part_of, checksums, strict=True):
             of.setdefault(part, set()).add(each)
         if texts:
-            error = _make_disagreement_error(self._verb, dict(zip(self._processes, texts, strict=True)))
+            error = _make_process_disagreement_error(
+                self._verb, dict(zip(self._processes, texts, strict=True))
+            )
         elif any(len(sums) > 1 for sums in of.values()):
             error = ScopeError(
                 f"{self._verb}: processes whose devices hold the same rows pass different rows",
                 facts={"mesh": str(self._policy.mesh), "parts": len(self._parts)}
-                | make_process_facts([f"checksum {each:08x}" for each in checksums])
+                | map_process_names_to_texts([f"checksum {each:08x}" for each in checksums])
                 | {"in call": self._schedule.calls},
                 why="the batch is not sharded over these processes, so each of them passes all of its rows",
                 fix="read the same data in the same order: use shuffle=False, or call "
@@ -113,7 +119,7 @@ class RowDivider:
         """Return an array on the mesh, made of the rows of all processes. Values without a shape are unchanged."""
         if array is None or not hasattr(array, "shape"):
             return array
-        if not _is_on_own_devices(array):
+        if not _is_on_devices_of_process(array):
             return self._engine.relayout(array, self._policy.derive_batch_layout(array.shape))
         own = np.asarray(array)
         if not own.ndim:
@@ -209,7 +215,7 @@ def _check_row_division(
     )
 
 
-def _is_on_own_devices(array: object) -> bool:
+def _is_on_devices_of_process(array: object) -> bool:
     """Return whether a value is an array with all of its elements on devices of this process."""
     return hasattr(array, "shape") and getattr(array, "is_fully_addressable", True)
 
@@ -220,7 +226,7 @@ def _is_on_own_devices(array: object) -> bool:
 _FAILED = "has failed: "
 
 
-def _make_disagreement_error(method_name: str, texts_by_process: dict[int, str]) -> ScopeError:
+def _make_process_disagreement_error(method_name: str, texts_by_process: dict[int, str]) -> ScopeError:
     """Return the error for processes that sent different texts, one of which may report a failure."""
     facts = {f"process {process}": each for process, each in texts_by_process.items()}
     failed = [process for process, each in texts_by_process.items() if _FAILED in each]
@@ -255,7 +261,7 @@ def wrap_to_report_failure(
             if not hasattr(error, _REPORTED):
                 setattr(error, _REPORTED, True)
                 with suppress(EngineError):  # the other processes may be gone
-                    compare_texts(
+                    gather_unequal_texts_and_checksums(
                         f"{method_name}: {_FAILED}{type(error).__name__}: {error}",
                         session.context.gather_from_processes,
                     )
@@ -277,9 +283,9 @@ def make_write_once_save_wrapper(
     def save_once_per_path(filepath: str | os.PathLike[str], *args: object, **kwargs: object) -> object:
         path = os.path.abspath(os.fspath(filepath))
         numbers = _list_process_indices(session)
-        paths = compare_texts(f"{method_name}: {path}", session.context.gather_from_processes)[0] or [
-            f"{method_name}: {path}"
-        ] * len(numbers)
+        paths = gather_unequal_texts_and_checksums(
+            f"{method_name}: {path}", session.context.gather_from_processes
+        )[0] or [f"{method_name}: {path}"] * len(numbers)
         writes = numbers[paths.index(f"{method_name}: {path}")] == jax.process_index()
         result = error = None
         variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
@@ -296,7 +302,7 @@ def make_write_once_save_wrapper(
         finally:
             for variable in variables:
                 variable.__dict__.pop(GATHERED, None)
-        errors, _ = compare_texts(
+        errors, _ = gather_unequal_texts_and_checksums(
             "" if error is None else f"{type(error).__name__}: {error}", session.context.gather_from_processes
         )
         if error is not None:

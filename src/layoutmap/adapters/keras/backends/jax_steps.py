@@ -26,7 +26,7 @@ from jax.experimental.sparse import JAXSparse
 from layoutmap.adapters.fingerprints import hash_lowered_step
 from layoutmap.adapters.keras.backends.jax_processes import RowDivider, wrap_to_report_failure
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
-from layoutmap.adapters.keras.training import compare_between_processes, make_step_factory_wrappers
+from layoutmap.adapters.keras.training import compare_batch_between_processes, make_step_factory_wrappers
 from layoutmap.core.layout import Layout
 from layoutmap.engines.agreement import CallComparisonSchedule, check_same_program
 from layoutmap.engines.jax.ambient import suspend_ambient_mesh
@@ -53,7 +53,7 @@ def make_training_method_wrappers(model: keras.Model, session: KerasSession) -> 
     """Return wrappers of a model's methods, by name. They place batches, keep layouts, and undo failed steps."""
     last_values = _LastVariableValues(model)
     wrappers: dict[str, Method] = {
-        name: _wrap_to_restore_after_failure(getattr(model, name), last_values) for name in _ENTRIES
+        name: _wrap_to_restore_values_after_failure(getattr(model, name), last_values) for name in _ENTRIES
     }
     if session.context.spans_processes:
         wrappers |= {
@@ -126,7 +126,7 @@ def place_on_mesh(batch: object, session: KerasSession, *, pad_rows: bool = Fals
         placed = iter(jax.device_put(arrays, shardings))
     else:
         with suspend_ambient_mesh():
-            placed = iter(_compile_placement(tuple(shardings))(*arrays))
+            placed = iter(_compile_placement_function(tuple(shardings))(*arrays))
     placed = (x if rows is None else _RowPaddedArray(x, rows) for x, rows in zip(placed, padded, strict=True))
     return keras.tree.map_structure(
         lambda leaf: next(placed) if hasattr(leaf, "shape") else leaf, batch, none_is_leaf=True
@@ -142,7 +142,9 @@ def _pad_batch_shape(shape: tuple[int, ...], session: KerasSession) -> tuple[int
 
 
 @functools.lru_cache(maxsize=64)
-def _compile_placement(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+def _compile_placement_function(
+    shardings: tuple[jax.sharding.Sharding, ...],
+) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a compiled function that moves numpy arrays to `shardings`, in half the time of `jax.device_put`."""
     return jax.jit(lambda *arrays: arrays, in_shardings=shardings, out_shardings=shardings)
 
@@ -306,7 +308,7 @@ def read_unpadded_value(variable: keras.Variable, value: Any) -> Any:
     return type(variable)._maybe_autocast(variable, value)
 
 
-def _wrap_to_restore_after_failure(method: Method, last_values: _LastVariableValues) -> Method:
+def _wrap_to_restore_values_after_failure(method: Method, last_values: _LastVariableValues) -> Method:
     """Wrap `fit` or a similar method to leave the mesh of `jax.set_mesh`, and to restore values after a failure."""
 
     @functools.wraps(method)
@@ -384,7 +386,7 @@ def _make_multiprocess_step(
 def _place_whole_batches(batches: Iterable[object], session: KerasSession) -> Iterator[object]:
     """Yield batches on the mesh that each process passes as a whole. With `check_batches`, first compare them."""
     for batch in batches:
-        compare_between_processes(batch, session)
+        compare_batch_between_processes(batch, session)
         yield place_on_mesh(batch, session)
 
 

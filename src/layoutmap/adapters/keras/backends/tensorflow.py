@@ -34,7 +34,7 @@ from layoutmap.adapters.keras.backends.tensorflow_gathering import RecompiledFun
 from layoutmap.adapters.keras.backends.tensorflow_optimizers import (
     make_apply_wrapper,
     make_var_key_wrapper,
-    wrap_assign,
+    wrap_to_assign_dense_values,
 )
 from layoutmap.adapters.keras.backends.tensorflow_steps import (
     DisabledGraphOptimizer,
@@ -43,7 +43,7 @@ from layoutmap.adapters.keras.backends.tensorflow_steps import (
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
     find_unsupported_features,
     make_function_that_refuses_generate,
-    translate_refusals,
+    translate_compiler_refusals,
 )
 from layoutmap.adapters.keras.private import BaseOptimizer
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, WrappedMethods
@@ -52,12 +52,12 @@ from layoutmap.adapters.keras.training import (
     create_training_variables,
     has_custom_train_step,
     preserve_model_state,
-    record_custom_train_step,
+    run_custom_train_step_without_updates,
 )
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
 from layoutmap.core.variables import Assignment
-from layoutmap.engines.patches import set_attribute_temporarily, wrap_in_context
+from layoutmap.engines.patches import set_attribute_temporarily, wrap_method_in_context
 from layoutmap.engines.tensorflow.constraints import constrain_layout
 
 LossesAndGradients = tuple[dict[str, Any], list[Any]]
@@ -103,7 +103,9 @@ class TensorFlowBackend(Backend):
         variable._value = value
         return keras_layout
 
-    def track_new_values(self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]) -> None:
+    def update_value_references(
+        self, optimizers: Sequence[keras.Optimizer], layers: Sequence[object]
+    ) -> None:
         """Update the keys under which optimizers find variables, because each `tf.Variable` was replaced."""
         for optimizer in optimizers:
             for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
@@ -129,7 +131,7 @@ class TensorFlowBackend(Backend):
             as_one_device = functools.partial(
                 set_attribute_temporarily, session.thread_state, "is_exporting", True
             )
-            wrappers["export"] = wrap_in_context(layer.export, as_one_device)
+            wrappers["export"] = wrap_method_in_context(layer.export, as_one_device)
             if hasattr(layer, "make_generate_function"):  # it is a task model of keras-hub
                 wrappers["make_generate_function"] = make_function_that_refuses_generate(layer)
         return wrappers
@@ -144,7 +146,7 @@ class TensorFlowBackend(Backend):
             "add_variable_from_reference": add,
             "_var_key": make_var_key_wrapper(optimizer),
             "apply": make_apply_wrapper(optimizer, session),
-            **{name: wrap_assign(getattr(optimizer, name), session) for name in assigns},
+            **{name: wrap_to_assign_dense_values(getattr(optimizer, name), session) for name in assigns},
         }
 
     def compute_losses_and_gradients(
@@ -161,7 +163,7 @@ class TensorFlowBackend(Backend):
         def compute_for_batch(batch: object) -> LossesAndGradients:
             held = [v.value for v in model.trainable_variables]
             losses, found = (
-                record_custom_train_step(model, batch)
+                run_custom_train_step_without_updates(model, batch)
                 if has_custom_train_step(model)
                 else _compute_loss_and_gradients(model, held, batch)
             )
@@ -173,7 +175,7 @@ class TensorFlowBackend(Backend):
 
         compile_gradient = functools.partial(tf.function, compute_for_batch, autograph=False)
         what = f"{model.name}: the gradient"
-        with preserve_model_state(model), translate_refusals(what), contextlib.ExitStack() as stack:
+        with preserve_model_state(model), translate_compiler_refusals(what), contextlib.ExitStack() as stack:
             if session is not None:
                 stack.enter_context(DisabledGraphOptimizer(session))
                 stack.enter_context(compute_on_mesh(session))

@@ -20,13 +20,13 @@ from layoutmap.adapters.keras.backends.tensorflow_gathering import (
     relayout_with_gradient,
 )
 from layoutmap.adapters.keras.backends.tensorflow_unsupported import (
-    get_layout_converter,
-    translate_refusals,
+    get_read_layout_converter,
+    translate_compiler_refusals,
 )
 from layoutmap.adapters.keras.call_stack import is_building_layer
 from layoutmap.adapters.keras.private import in_stateless_scope
 from layoutmap.adapters.keras.protocol import KerasSession
-from layoutmap.adapters.keras.training import compare_between_processes, place_batch
+from layoutmap.adapters.keras.training import compare_batch_between_processes, place_batch
 from layoutmap.adapters.keras.wraps import get_call_method
 from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.layout import Layout
@@ -59,9 +59,9 @@ def make_mesh_call_wrapper(
             # Two threads could deadlock with different orders of locks, so take the session's lock first everywhere.
             with session.lock:
                 if has_unsharded:
-                    args, kwargs = place_batch(convert_sparse_inputs((args, kwargs), layer), session)
+                    args, kwargs = place_batch(convert_sparse_inputs_to_dense((args, kwargs), layer), session)
                 on_mesh = session.engine.run_on(session.policy.mesh)
-                with translate_refusals(f"{layer.name}: the call"), on_mesh:
+                with translate_compiler_refusals(f"{layer.name}: the call"), on_mesh:
                     results = original(*args, **kwargs)
                 if not has_unsharded:
                     return results
@@ -79,7 +79,7 @@ def _make_readable_weights_call_wrapper(
     @functools.wraps(original)
     def call_with_readable_weights(*args: object, **kwargs: object) -> object:
         with set_attribute_temporarily(
-            session.thread_state, "to_reading_layout", get_layout_converter(layer)
+            session.thread_state, "to_reading_layout", get_read_layout_converter(layer)
         ):
             if not session.thread_state.call_depth or not allows_only_batch_layout(layer, session):
                 return original(*args, **kwargs)
@@ -139,7 +139,7 @@ def is_unsharded_array(value: object) -> bool:
     return isinstance(value, (np.ndarray, tf.SparseTensor))
 
 
-def convert_sparse_inputs(values: object, layer: keras.Layer) -> Any:
+def convert_sparse_inputs_to_dense(values: object, layer: keras.Layer) -> Any:
     """Return nested inputs with dense tensors instead of sparse ones, which DTensor lacks. Warn of each."""
 
     def convert_to_dense(value: object) -> object:
@@ -192,5 +192,5 @@ def compare_and_place_batch(
         return value.numpy() if isinstance(value, tf.Tensor) and is_unsharded_array(value) else value
 
     batch = keras.tree.map_structure(convert_to_numpy, batch, none_is_leaf=True)
-    compare_between_processes(batch, session, schedule)
+    compare_batch_between_processes(batch, session, schedule)
     return place_batch(batch, session)

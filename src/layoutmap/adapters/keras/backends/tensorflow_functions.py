@@ -48,7 +48,7 @@ from tensorflow.python.ops import array_ops
 from layoutmap.adapters.keras.backends import tensorflow_windows
 from layoutmap.adapters.keras.backends.tensorflow_products import compute_einsum
 from layoutmap.adapters.keras.backends.tensorflow_windows import Original
-from layoutmap.engines.patches import AttributePatch, Patches, set_attribute_temporarily
+from layoutmap.engines.patches import AttributePatch, PatchGroup, set_attribute_temporarily
 
 Replicate = Callable[[object], Any]  # returns a replicated tensor
 _RANDOM = ("uniform", "normal", "truncated_normal", "randint")
@@ -114,7 +114,7 @@ def _compute_dropout(
     return inputs * replicate(original(tf.ones(inputs.shape, inputs.dtype), rate, *args, **kwargs))
 
 
-def _divide_rows(original: Original, replicate: Replicate, x1: object, x2: tf.Tensor) -> object:
+def _divide_indexed_slices(original: Original, replicate: Replicate, x1: object, x2: tf.Tensor) -> object:
     if isinstance(x1, tf.IndexedSlices) and len(getattr(x2, "shape", ())):
         return tf.IndexedSlices(original(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
     return original(x1, x2)
@@ -140,7 +140,9 @@ def _split_along_nonnegative_axis(
     return original(value, num_or_size_splits, axis, **kwargs)
 
 
-def _create_tensor_array(original: Original, replicate: Replicate, *args: object, **kwargs: object) -> object:
+def _create_tensor_array_eagerly(
+    original: Original, replicate: Replicate, *args: object, **kwargs: object
+) -> object:
     with tf.init_scope():
         return original(*args, **kwargs)
 
@@ -171,7 +173,7 @@ def _compute_unrolled_map(original: Original, replicate: Replicate, f: Original,
     )[1]
 
 
-def _make_named_replacement(name: str) -> Original:
+def _make_window_replacement(name: str) -> Original:
     """Return the replacement of a function, which calls `tensorflow_windows.compute_NAME` with named arguments."""
     replacement = getattr(tensorflow_windows, f"compute_{name}")
 
@@ -183,12 +185,12 @@ def _make_named_replacement(name: str) -> Original:
     return call_replacement
 
 
-_PATCHES = Patches(
+_PATCHES = PatchGroup(
     [
         *(_make_function_patch(keras_random, name, _draw_replicated_array) for name in _RANDOM),
         _make_function_patch(keras_random, "dropout", _compute_dropout),
-        _make_function_patch(keras_numpy, "divide", _divide_rows),
-        _make_function_patch(keras_numpy, "eye", _make_named_replacement("eye")),
+        _make_function_patch(keras_numpy, "divide", _divide_indexed_slices),
+        _make_function_patch(keras_numpy, "eye", _make_window_replacement("eye")),
         _make_function_patch(tf, "concat", _concatenate_along_nonnegative_axis),
         _make_function_patch(
             tf,
@@ -196,17 +198,17 @@ _PATCHES = Patches(
             lambda original, replicate, *args, **kwargs: compute_einsum(original, *args, **kwargs),
         ),
         _make_function_patch(tf, "split", _split_along_nonnegative_axis),
-        _make_function_patch(tf, "TensorArray", _create_tensor_array),
-        *(_make_function_patch(tf, name, _make_named_replacement(name)) for name in _OF_ARRAYS),
-        _make_function_patch(array_ops, "strided_slice", _make_named_replacement("strided_slice")),
-        *(_make_function_patch(tf.linalg, name, _make_named_replacement(name)) for name in _OF_DIAGONALS),
-        *(_make_function_patch(keras_nn, name, _make_named_replacement(name)) for name in _OF_WINDOWS),
+        _make_function_patch(tf, "TensorArray", _create_tensor_array_eagerly),
+        *(_make_function_patch(tf, name, _make_window_replacement(name)) for name in _OF_ARRAYS),
+        _make_function_patch(array_ops, "strided_slice", _make_window_replacement("strided_slice")),
+        *(_make_function_patch(tf.linalg, name, _make_window_replacement(name)) for name in _OF_DIAGONALS),
+        *(_make_function_patch(keras_nn, name, _make_window_replacement(name)) for name in _OF_WINDOWS),
         *(_make_function_patch(keras_backend, name, _unroll_loop) for name in _OF_TIME),
         _make_function_patch(keras_core, "map", _compute_unrolled_map),
         _make_function_patch(keras_core, "scan", _compute_unrolled_scan),
         _make_function_patch(
             keras_backend, "convert_to_numpy", lambda original, replicate, value: original(replicate(value))
         ),
-        _make_function_patch(tf.nn, "pool", _make_named_replacement("pool")),
+        _make_function_patch(tf.nn, "pool", _make_window_replacement("pool")),
     ]
 )

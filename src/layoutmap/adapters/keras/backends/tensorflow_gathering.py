@@ -93,7 +93,7 @@ class RecompiledFunction:
                 )
                 if not is_compiler_refusal(error) or self._session.gathering_level == GatheringLevel.ALL:
                     self._session.gathering_level = before
-                    error.layoutmap_place = found  # `translate_refusals` reads this attribute
+                    error.layoutmap_place = found  # `translate_compiler_refusals` reads this attribute
                     raise
                 operation_facts = operation_facts if operation_facts.get("operation") else found
                 self._session.gathering_level = GatheringLevel(self._session.gathering_level + 1)

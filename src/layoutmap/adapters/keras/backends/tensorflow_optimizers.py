@@ -26,7 +26,7 @@ def make_var_key_wrapper(optimizer: keras.Optimizer) -> Callable[..., object]:
 
     @functools.wraps(original)
     def get_key(variable: keras.Variable) -> object:
-        # Keras's key would initialize a pending variable, so use the id instead until `track_new_values` runs.
+        # Keras's key would initialize a pending variable, so use the id instead until `update_value_references` runs.
         return id(variable) if is_pending(variable) else original(variable)
 
     return get_key
@@ -71,7 +71,9 @@ def _relayout_gradient(
     return gradient
 
 
-def wrap_assign(method: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+def wrap_to_assign_dense_values(
+    method: Callable[..., object], session: KerasSession
+) -> Callable[..., object]:
     """Wrap an optimizer's method such as `assign_add` to get dense values, because DTensor cannot add single rows.
 
     The rows stay rows until then, as in unsharded Keras, where a row that occurs twice counts twice in a mean of

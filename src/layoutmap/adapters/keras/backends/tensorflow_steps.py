@@ -15,10 +15,10 @@ import tensorflow as tf
 from layoutmap.adapters.keras.backends.tensorflow_calls import (
     compare_and_place_batch,
     compute_on_mesh,
-    convert_sparse_inputs,
+    convert_sparse_inputs_to_dense,
 )
 from layoutmap.adapters.keras.backends.tensorflow_gathering import RecompiledFunction, relayout_with_gradient
-from layoutmap.adapters.keras.backends.tensorflow_unsupported import translate_refusals
+from layoutmap.adapters.keras.backends.tensorflow_unsupported import translate_compiler_refusals
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     build_model_for_batch,
@@ -27,8 +27,8 @@ from layoutmap.adapters.keras.training import (
     materialize_training_variables,
 )
 from layoutmap.engines.agreement import CallComparisonSchedule
-from layoutmap.engines.patches import ClosingContext
-from layoutmap.engines.tensorflow.combined import StepFunction
+from layoutmap.engines.patches import SelfClosingContext
+from layoutmap.engines.tensorflow.combined import StepWithWritesAtEnd
 from layoutmap.engines.tensorflow.traces import check_writes_at_trace_end
 
 dtensor = tf.experimental.dtensor
@@ -42,11 +42,14 @@ def make_training_method_wrappers(model: Any, session: KerasSession) -> WrappedM
         mesh_step = _MeshStep(model, session, step_name, schedule)
         return mesh_step.run_on_all_batches if step_name == "predict" else mesh_step.run_on_next_batches
 
-    loops = {name: _wrap_to_unshard(getattr(model, name), session) for name in ("fit", "evaluate", "predict")}
+    loops = {
+        name: _wrap_to_unshard_arguments(getattr(model, name), session)
+        for name in ("fit", "evaluate", "predict")
+    }
     return make_step_factory_wrappers(model, session, schedule, make_step, loops)
 
 
-def _wrap_to_unshard(loop: Callable[..., object], session: KerasSession) -> Callable[..., object]:
+def _wrap_to_unshard_arguments(loop: Callable[..., object], session: KerasSession) -> Callable[..., object]:
     """Wrap `fit` or a similar method to unshard its arguments, because a `tf.data` pipeline has no mesh."""
 
     @functools.wraps(loop)
@@ -76,7 +79,7 @@ class _MeshStep:
         """Return the step as a `tf.function`."""
         # DTensor may refuse the step, so compile a new function each time (decisions/0010).
         # A step waits for each of its all-reduces, so combine them (decisions/0274).
-        return StepFunction(
+        return StepWithWritesAtEnd(
             self._run_keras_step, autograph=False, jit_compile=bool(self._model.jit_compile) or None
         )
 
@@ -115,7 +118,7 @@ class _MeshStep:
         """Create missing variables, place a batch on the mesh, and return the compiled step's result."""
         batch = keras.tree.map_structure(
             lambda a: None if isinstance(a, tf.experimental.Optional) else a,
-            convert_sparse_inputs(batch, self._model),
+            convert_sparse_inputs_to_dense(batch, self._model),
             none_is_leaf=True,
         )
         signature = tuple(
@@ -125,7 +128,7 @@ class _MeshStep:
         if signature not in self._traced_signatures:
             self._create_missing_variables(batch)
         batch = compare_and_place_batch(batch, self._session, self._schedule)
-        with translate_refusals(f"{self._model.name}: the {self._name} step"):
+        with translate_compiler_refusals(f"{self._model.name}: the {self._name} step"):
             if self._model.run_eagerly:
                 with self._session.lock, self._session.engine.run_on(self._session.policy.mesh):
                     return self._run_keras_step(batch)
@@ -190,7 +193,7 @@ _options_lock = threading.RLock()
 _open_blocks: weakref.WeakSet[DisabledGraphOptimizer] = weakref.WeakSet()
 
 
-class DisabledGraphOptimizer(ClosingContext):
+class DisabledGraphOptimizer(SelfClosingContext):
     """Disable TensorFlow's graph optimizer for graphs on CPUs until the block ends.
 
     TensorFlow would optimize the graph of a step once for each device. On 8 devices, that takes half of the time of

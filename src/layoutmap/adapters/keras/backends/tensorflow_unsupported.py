@@ -19,7 +19,7 @@ from layoutmap.adapters.keras.private import ConvLSTMCell
 from layoutmap.core.errors import EngineError
 from layoutmap.core.layout import Layout
 from layoutmap.core.unsupported import UnsupportedFeature
-from layoutmap.engines.tensorflow.refusals import find_problem_line, is_dtensor_refusal
+from layoutmap.engines.tensorflow.refusals import find_refusal_line, is_dtensor_refusal
 
 L = keras.layers
 
@@ -36,7 +36,7 @@ _NEED_REPLICATED_WEIGHTS = (
 
 
 # Weights are stored as planned, and gathered only as far as their layer needs (decisions/0010).
-def get_layout_converter(layer: keras.Layer) -> Callable[[Layout], Layout] | None:
+def get_read_layout_converter(layer: keras.Layer) -> Callable[[Layout], Layout] | None:
     """Return a function from a weight's layout to the one in which `layer` must read it, or None for no change."""
     in_few_bits = getattr(layer, "quantization_mode", None) in _PACKED_QUANTIZATIONS
     if in_few_bits or isinstance(layer, _NEED_REPLICATED_WEIGHTS):
@@ -67,7 +67,7 @@ def find_unsupported_features(layer: Any, path: str, weights: list[str]) -> Iter
             why="Keras multiplies int8 numbers with an operation for a single device",
             fix="quantize with int4, or with weights only, or run this model on another backend",
         )
-    if get_layout_converter(layer) is not None:
+    if get_read_layout_converter(layer) is not None:
         rows = isinstance(layer, L.Embedding) and layer.quantization_mode not in _PACKED_QUANTIZATIONS
         for weight in weights:
             yield UnsupportedFeature(
@@ -123,7 +123,7 @@ def make_refused_op_facts(
 
 
 @contextmanager
-def translate_refusals(action: str) -> Generator[None]:
+def translate_compiler_refusals(action: str) -> Generator[None]:
     """Replace errors of DTensor's compiler in the block by an `EngineError` with a reason and a fix."""
     try:
         yield
@@ -134,7 +134,7 @@ def translate_refusals(action: str) -> Generator[None]:
             f"{action} cannot be run by TensorFlow's DTensor",
             facts={
                 **getattr(error, "layoutmap_place", make_refused_op_facts(error, None, {})),
-                "TensorFlow": find_problem_line(error.message),
+                "TensorFlow": find_refusal_line(error.message),
             },
             why="DTensor has no rule for an operation; compiled steps were tried with the planned layouts, with only "
             "the batch sharded between layers, with weights gathered, and with everything gathered",

@@ -48,7 +48,9 @@ def compute_depthwise_conv(original: Original, args: Arguments) -> tf.Tensor:
     kernel = _insert_zeros_in_kernel(args.kernel, args.dilation_rate)
     *sizes, channels, multiples = kernel.shape
     values = _get_channels_last_inputs(args)
-    for i, (size, stride) in enumerate(zip(sizes, _repeat_per_axis(args.strides, len(sizes)), strict=True)):
+    for i, (size, stride) in enumerate(
+        zip(sizes, _list_sizes_per_axis(args.strides, len(sizes)), strict=True)
+    ):
         values, count = _pad_and_count_windows(values, axis := 1 + 2 * i, size, stride, args.padding)
         values = tf.gather(values, stride * np.arange(count)[:, None] + np.arange(size), axis=axis)
     space, offsets = "xyz"[: len(sizes)], "ijk"[: len(sizes)]
@@ -165,11 +167,11 @@ def _average_windows(values: tf.Tensor, size: Sizes, strides: Sizes, padding: st
     """Return the mean of each window without its padding, computed along one axis after the other."""
     rank = len(values.shape)
     for axis, (length, stride) in enumerate(
-        zip(_repeat_per_axis(size, rank - 2), _repeat_per_axis(strides, rank - 2), strict=True), 1
+        zip(_list_sizes_per_axis(size, rank - 2), _list_sizes_per_axis(strides, rank - 2), strict=True), 1
     ):
         ones = tf.ones([values.shape[i] if i == axis else 1 for i in range(rank)], values.dtype)
         total, counts = (
-            tf.add_n(list(_iterate_window_positions(a, axis, length, stride, padding)))
+            tf.add_n(list(_iterate_window_elements_by_position(a, axis, length, stride, padding)))
             for a in (values, ones)
         )
         values = total / counts
@@ -190,7 +192,7 @@ def _restore_channel_position(values: tf.Tensor, args: Arguments) -> Any:
     return keras.ops.moveaxis(values, -1, 1) if _has_channels_first(args) else values
 
 
-def _repeat_per_axis(sizes: Sizes, num_axes: int) -> Sequence[int]:
+def _list_sizes_per_axis(sizes: Sizes, num_axes: int) -> Sequence[int]:
     """Return one size for each spatial axis. A single size is repeated."""
     sizes = np.ravel(sizes).tolist()
     return sizes * num_axes if len(sizes) == 1 else sizes
@@ -199,7 +201,7 @@ def _repeat_per_axis(sizes: Sizes, num_axes: int) -> Sequence[int]:
 def _insert_zeros_in_kernel(kernel: Any, rates: Sizes) -> Any:
     """Return a kernel with zeros between its elements along each spatial axis, which dilates it by `rates`."""
     kernel = tf.convert_to_tensor(kernel)
-    for axis, rate in enumerate(_repeat_per_axis(rates, len(kernel.shape) - 2)):
+    for axis, rate in enumerate(_list_sizes_per_axis(rates, len(kernel.shape) - 2)):
         if rate > 1:
             size = kernel.shape[axis]
             apart = tf.expand_dims(kernel, axis + 1)
@@ -223,7 +225,7 @@ def _pad_and_count_windows(
     return tf.pad(values, [around if i == axis else (0, 0) for i in range(len(values.shape))]), count
 
 
-def _iterate_window_positions(
+def _iterate_window_elements_by_position(
     values: tf.Tensor, axis: int, size: int, stride: int, padding: str
 ) -> Iterator[tf.Tensor]:
     """Yield, for each position in a window, the elements of all windows along an axis."""

@@ -38,7 +38,7 @@ from layoutmap.adapters.keras.training import (
     create_training_variables,
     has_custom_train_step,
     preserve_model_state,
-    record_custom_train_step,
+    run_custom_train_step_without_updates,
 )
 from layoutmap.adapters.keras.wraps import CALLS, get_session
 from layoutmap.core.layout import Layout
@@ -47,7 +47,7 @@ from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.torch import simulation
-from layoutmap.engines.torch.devices import convert_device_type, explain_why_padding_is_impossible
+from layoutmap.engines.torch.devices import convert_to_torch_device_type, explain_why_padding_is_impossible
 from layoutmap.engines.torch.gather import GradientReducer
 
 _to_numpy = get_engine("torch").to_numpy
@@ -62,11 +62,11 @@ class TorchBackend(Backend):
 
     engine_name = "torch"
     make_unsharded_tensor = staticmethod(torch.as_tensor)
-    read_value = staticmethod(lambda variable: _read_in_keras_dtype(variable))
+    read_value = staticmethod(lambda variable: _read_value_in_keras_dtype(variable))
     single_scope_steps = MappingProxyType({"train_step": True})
     unsupported_board_options = ("write_images",)
     make_training_method_wrappers = staticmethod(make_training_method_wrappers)
-    # These methods would read variables without values, so `track_new_values` does their work.
+    # These methods would read variables without values, so `update_value_references` does their work.
     methods_disabled_in_scope = (
         (TorchLayer, "_post_build"),
         (TorchLayer, "_post_track_variable"),
@@ -92,7 +92,7 @@ class TorchBackend(Backend):
 
     def set_default_device_type(self, mesh: Mesh) -> None:
         """Set Keras's default device to the mesh's device type, also for CPUs on a machine with GPUs."""
-        kind = convert_device_type(str(get_engine("torch").bind_mesh(mesh).device_type))
+        kind = convert_to_torch_device_type(str(get_engine("torch").bind_mesh(mesh).device_type))
         if torch.device(keras_core.DEFAULT_DEVICE).type != kind:
             # Keras creates models' inputs on its default device, also after the scope, so change it permanently.
             keras_core.DEFAULT_DEVICE = kind
@@ -124,7 +124,7 @@ class TorchBackend(Backend):
         variable._value = value
         return keras_layout
 
-    def track_new_values(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
+    def update_value_references(self, optimizers: Sequence[object], layers: Sequence[keras.Layer]) -> None:
         """Make layers track the new tensors of variables as parameters, and reduce the gradients of these tensors."""
         held: dict[int, torch.Tensor] = {}
         below = {id(each): each for layer in layers for each in (layer, *iterate_sublayers(layer))}
@@ -167,7 +167,7 @@ class TorchBackend(Backend):
         return {"apply": make_apply_wrapper(optimizer, session)}
 
     @contextmanager
-    def use_comparable_draws_and_rows(self, model: object) -> Generator[None]:
+    def match_draws_and_rows_temporarily(self, model: object) -> Generator[None]:
         """Seed torch's generator with the number of this model's runs so far. Restore it when the block ends."""
         _num_draws[model] = number = _num_draws.get(model, 0) + 1
         with torch.random.fork_rng():
@@ -203,7 +203,9 @@ def _compute_losses_and_gradients(
     model: keras.Model, x: object, y: object, sample_weight: object
 ) -> LossesAndGradients:
     """Return a dict of losses, and a list of gradients, in numpy. The model's state stays unchanged."""
-    compute = record_custom_train_step if has_custom_train_step(model) else _compute_loss_and_gradients
+    compute = (
+        run_custom_train_step_without_updates if has_custom_train_step(model) else _compute_loss_and_gradients
+    )
     with preserve_model_state(model):
         model.zero_grad()
         losses, gradients = compute(model, (x, y, sample_weight))
@@ -225,7 +227,7 @@ def _compute_loss_and_gradients(model: keras.Model, batch: Any) -> LossesAndGrad
 # -- variables
 
 
-def _read_in_keras_dtype(variable: keras.Variable) -> object:
+def _read_value_in_keras_dtype(variable: keras.Variable) -> object:
     """Return the value of a variable. Unsigned integers are converted back from the signed ones that Keras stores."""
     dtype = _UNSIGNED.get(variable.dtype)
     return variable.value if dtype is None else variable.value.to(dtype)
@@ -246,7 +248,7 @@ def _assign_value(variable: keras.Variable, value: object) -> None:
             held.copy_(torch.as_tensor(_to_numpy(value)) if isinstance(value, DTensor) else value)
             return
         new = get_engine("torch").relayout(value, variable.layout, pad=True)
-        with simulation.simulate_mesh(held.device_mesh):
+        with simulation.simulate_ranks_of_mesh(held.device_mesh):
             held.copy_(new)
 
 

@@ -21,7 +21,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import (
-    ReduceProductsMode,
+    ProductReductionMode,
     enable_dtensor_ops_temporarily,
     is_batch_divisible,
     record_copy,
@@ -52,7 +52,7 @@ def _is_unsharded_array(value: object) -> bool:
 def compute_on_mesh(session: KerasSession) -> Generator[None]:
     """Simulate the scope's mesh if needed, and correct DTensor's operations, until the block ends."""
     native = session.engine.make_native_layout(session.policy.make_replicated_layout(0), 0)[0]
-    with simulation.simulate_mesh(native), enable_dtensor_ops_temporarily(native):
+    with simulation.simulate_ranks_of_mesh(native), enable_dtensor_ops_temporarily(native):
         yield
 
 
@@ -61,7 +61,7 @@ def enter_outermost_call(session: KerasSession, inputs: object) -> Generator[Non
     """Run the thread's outermost call or step, which has these inputs, on the mesh until the block ends."""
     here = session.thread_state
     here.has_replicated_inputs = not all(map(is_batch_divisible, keras.tree.flatten(inputs)))
-    sums = ReduceProductsMode() if here.has_replicated_inputs else nullcontext()
+    sums = ProductReductionMode() if here.has_replicated_inputs else nullcontext()
     # Two threads could deadlock with different orders of locks, so take the session's lock first everywhere.
     with (
         set_attribute_temporarily(here, "call_depth", here.call_depth + 1),
@@ -183,5 +183,5 @@ def _constrain_to_batch_layout(outputs: object, layer: object, session: KerasSes
 def _unshard_tensor(value: object) -> object:
     if not isinstance(value, DTensor):
         return value
-    with simulation.simulate_mesh(value.device_mesh):
+    with simulation.simulate_ranks_of_mesh(value.device_mesh):
         return gather_if_sharded(value).clone()

@@ -19,14 +19,14 @@ from layoutmap.adapters.keras.backends.torch_calls import (
 from layoutmap.adapters.keras.protocol import KerasSession, WrappedMethods
 from layoutmap.adapters.keras.training import (
     build_model_for_batch,
-    compare_between_processes,
+    compare_batch_between_processes,
     make_step_factory_wrappers,
     materialize_training_variables,
 )
 from layoutmap.core.errors import ScopeError
 from layoutmap.engines.agreement import CallComparisonSchedule
 from layoutmap.engines.patches import set_attribute_temporarily
-from layoutmap.engines.torch.dtensor_ops import check_equal_draws
+from layoutmap.engines.torch.dtensor_ops import check_equal_random_draws_in_block
 
 
 def make_training_method_wrappers(model: Any, session: KerasSession) -> WrappedMethods:
@@ -61,11 +61,11 @@ class _MeshStep:
             materialize_training_variables(model, session)
         session.raise_if_plan_only(model.name)
         with set_attribute_temporarily(session.thread_state, "model_in_step", model):
-            is_compared = compare_between_processes(data, session, self._schedule)
+            is_compared = compare_batch_between_processes(data, session, self._schedule)
             batches = [place_on_mesh(batch, session) for batch in data]
             native = session.engine.make_native_layout(session.policy.make_replicated_layout(0), 0)[0]
             draws = (
-                check_equal_draws(native, session.context.gather_from_processes)
+                check_equal_random_draws_in_block(native, session.context.gather_from_processes)
                 if is_compared
                 else nullcontext()
             )

@@ -24,11 +24,11 @@ from layoutmap.engines.torch.deferred_init.operations import (
 )
 from layoutmap.engines.torch.deferred_init.readers import (
     ConcatenatedReader,
+    ElementReader,
     ElementwiseReader,
     FillReader,
     InterleavedReader,
     OverwritingReader,
-    Reader,
     RowReader,
     ShiftedReader,
     SpanWriter,
@@ -39,9 +39,14 @@ from layoutmap.engines.torch.deferred_init.readers import (
     make_strided_writer,
 )
 from layoutmap.engines.torch.deferred_init.replay import find_needed_operation_numbers
-from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedOperation, View
+from layoutmap.engines.torch.deferred_init.steps import (
+    DeferredMemory,
+    DeferredView,
+    RecordedConstant,
+    RecordedOperation,
+)
 from layoutmap.engines.torch.deferred_init.streams import PIECE, RandomFillReader, find_random_fill
-from layoutmap.engines.torch.deferred_init.tiles import TileReader
+from layoutmap.engines.torch.deferred_init.tiles import TiledRandomReader
 
 aten = torch.ops.aten
 _MAX_ROW_LENGTH = 64
@@ -66,13 +71,13 @@ class IndexMap(NamedTuple):
     scale: int = 1
     shift: int = 0
 
-    def convert_to_view_map(self, view: View) -> IndexMap:
+    def convert_to_view_map(self, view: DeferredView) -> IndexMap:
         """Convert this map to elements of a view's memory into a map to elements of the view."""
         if view.is_dense:
             return self._replace(shift=self.shift - view.offset)
         return IndexMap((view.geometry, "within", self))
 
-    def convert_to_memory_map(self, view: View) -> IndexMap:
+    def convert_to_memory_map(self, view: DeferredView) -> IndexMap:
         """Convert this map to elements of a view into a map to elements of the view's memory."""
         if view.is_dense:
             return self._replace(shift=self.shift + view.offset)
@@ -96,9 +101,9 @@ class ElementReaderBuilder:
     def __init__(self, operations: Sequence[RecordedOperation], piece_numel: int = PIECE) -> None:
         self._operations = operations
         self._piece = piece_numel
-        self._readers: dict[object, Reader] = {}
+        self._readers: dict[object, ElementReader] = {}
 
-    def make_reader(self, view: View, end_number: int) -> Reader:
+    def make_element_reader(self, view: DeferredView, end_number: int) -> ElementReader:
         """Return a reader of a tensor's elements in memory order, with their values before operation `end_number`.
 
         Raises:
@@ -111,7 +116,9 @@ class ElementReaderBuilder:
             )
         return reader
 
-    def _make_view_reader(self, view: View, end_number: int, index_map: IndexMap) -> Reader | None:
+    def _make_view_reader(
+        self, view: DeferredView, end_number: int, index_map: IndexMap
+    ) -> ElementReader | None:
         """Return a reader of a view's elements in memory order, or None if elements overlap or are far apart."""
         if view.is_dense:
             reader = self._make_memory_reader(view.memory, end_number, index_map.convert_to_memory_map(view))
@@ -120,25 +127,27 @@ class ElementReaderBuilder:
         if not view.has_ascending_offsets or view.memory.numel > _MAX_GAP * view.numel:
             return None
         reader = self._make_memory_reader(view.memory, end_number, index_map.convert_to_memory_map(view))
-        return _add_consumer(StridedReader(reader, view.geometry))
+        return _increment_consumers(StridedReader(reader, view.geometry))
 
-    def _make_memory_reader(self, memory: DeferredMemory, end_number: int, index_map: IndexMap) -> Reader:
+    def _make_memory_reader(
+        self, memory: DeferredMemory, end_number: int, index_map: IndexMap
+    ) -> ElementReader:
         """Return a reader of a memory's values before operation `end_number`. Equal index maps share a reader."""
         write_index = bisect.bisect_left(memory.writes, end_number) - 1
         # Consumers with different maps read in different orders, so they need different readers.
         key = (memory, write_index, index_map)
         if key not in self._readers:
             self._readers[key] = self._make_reader_after_write(memory, write_index, index_map)
-        return _add_consumer(self._readers[key])
+        return _increment_consumers(self._readers[key])
 
     def _make_reader_after_write(
         self, memory: DeferredMemory, write_index: int, index_map: IndexMap
-    ) -> Reader:
+    ) -> ElementReader:
         """Return a reader of a memory as it is after the write at position `write_index` in `memory.writes`."""
-        partial_writes: list[tuple[RecordedOperation, View]] = []
+        partial_writes: list[tuple[RecordedOperation, DeferredView]] = []
         while True:
             operation = self._operations[memory.writes[write_index]]
-            made = operation.find_result_that_created(memory)
+            made = operation.find_result_with_new_memory(memory)
             written = [v for v in (operation.writes if made is None else [made]) if v.memory is memory]
             # Every partial write takes part in the computation of each span, so limit the number of partial writes.
             if len(written) != 1 or len(partial_writes) > _MAX_PARTIAL_WRITES:
@@ -158,23 +167,25 @@ class ElementReaderBuilder:
 
     # -- operations that write part of a storage
 
-    def _make_view_writer(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> SpanWriter:
+    def _make_view_writer(
+        self, operation: RecordedOperation, view: DeferredView, index_map: IndexMap
+    ) -> SpanWriter:
         """Return a function that repeats an operation's write to a view, within a given span of the view's memory."""
         if operation.op.overloadpacket is aten.index_put_:
             return self._make_indexed_writer(operation, view)
         if not view.has_ascending_offsets:
             raise self._make_needs_whole_tensor_error(operation)
         result_reader = self._make_result_reader(operation, view, index_map.convert_to_view_map(view))
-        reader = _add_consumer(result_reader)
+        reader = _increment_consumers(result_reader)
         if view.is_dense:
             return make_span_writer(view.offset, view.numel, reader)
         return make_strided_writer(view.geometry, reader)
 
-    def _make_indexed_writer(self, operation: RecordedOperation, view: View) -> SpanWriter:
+    def _make_indexed_writer(self, operation: RecordedOperation, view: DeferredView) -> SpanWriter:
         """Return a function that writes as `tensor[indices] = values` does. Raise if an argument is deferred."""
         indices, values = operation.args[1:3]
         accumulates = _get_positional_argument(operation, 3, False)
-        if accumulates or any(isinstance(each, View) for each in (*indices, values)):
+        if accumulates or any(isinstance(each, DeferredView) for each in (*indices, values)):
             raise self._make_needs_whole_tensor_error(operation)
         index = tuple(slice(None) if each is None else each.value for each in indices)
         shape = torch.empty(1, device="cpu").expand(view.shape)[index].shape
@@ -193,7 +204,9 @@ class ElementReaderBuilder:
 
     # -- operations that write a whole tensor
 
-    def _make_result_reader(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> Reader:
+    def _make_result_reader(
+        self, operation: RecordedOperation, view: DeferredView, index_map: IndexMap
+    ) -> ElementReader:
         """Return a reader of the elements that an operation writes to a view."""
         packet = operation.op.overloadpacket
         if operation.state is not None:
@@ -201,15 +214,17 @@ class ElementReaderBuilder:
             if fill is None:
                 raise self._make_needs_whole_tensor_error(operation)
             if operation.seed is not None:
-                return TileReader(fill, view.geometry.shape, operation.seed)
+                return TiledRandomReader(fill, view.geometry.shape, operation.seed)
             return RandomFillReader(fill, view.numel, operation.state, self._piece)
         if packet in FILLED:
             return FillReader(FILLED[packet], view.dtype)
         if packet in FILLED_WITH:
             value = operation.args[FILLED_WITH[packet]]
-            if isinstance(value, View):
+            if isinstance(value, DeferredView):
                 raise self._make_needs_whole_tensor_error(operation)
-            return FillReader(value.value.item() if isinstance(value, Constant) else value, view.dtype)
+            return FillReader(
+                value.value.item() if isinstance(value, RecordedConstant) else value, view.dtype
+            )
         if packet in COPIES:
             source_arg = operation.args[packet is aten.copy_]
             source = self._make_operand_reader(operation, source_arg, view, index_map)
@@ -222,15 +237,17 @@ class ElementReaderBuilder:
             return self._make_row_reader(operation, view, index_map)
         raise self._make_needs_whole_tensor_error(operation)
 
-    def _make_pointwise_reader(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> Reader:
-        if any(isinstance(each, View | Constant) for each in operation.kwargs.values()):
+    def _make_pointwise_reader(
+        self, operation: RecordedOperation, view: DeferredView, index_map: IndexMap
+    ) -> ElementReader:
+        if any(isinstance(each, DeferredView | RecordedConstant) for each in operation.kwargs.values()):
             raise self._make_needs_whole_tensor_error(operation)
-        inputs: list[Reader] = []
+        inputs: list[ElementReader] = []
         args, places = list(operation.args), list[int]()
         for place, arg in enumerate(args):
-            if isinstance(arg, Constant) and arg.value.numel() == 1:
+            if isinstance(arg, RecordedConstant) and arg.value.numel() == 1:
                 args[place] = arg.value.reshape(() if arg.value.dim() == 0 else (1,))
-            elif isinstance(arg, View | Constant):
+            elif isinstance(arg, DeferredView | RecordedConstant):
                 places.append(place)
                 inputs.append(self._make_operand_reader(operation, arg, view, index_map))
 
@@ -241,31 +258,37 @@ class ElementReaderBuilder:
         return ElementwiseReader(compute_elements, inputs, owns_first=bool(operation.writes))
 
     def _make_operand_reader(
-        self, operation: RecordedOperation, arg: View | Constant, view: View, index_map: IndexMap
-    ) -> Reader:
+        self,
+        operation: RecordedOperation,
+        arg: DeferredView | RecordedConstant,
+        view: DeferredView,
+        index_map: IndexMap,
+    ) -> ElementReader:
         """Return a reader of an argument's elements at the positions that a pointwise operation writes."""
-        if isinstance(arg, Constant):
-            return _add_consumer(TensorReader(arg.value.expand(view.shape).permute(view.axis_order)))
+        if isinstance(arg, RecordedConstant):
+            return _increment_consumers(TensorReader(arg.value.expand(view.shape).permute(view.axis_order)))
         is_alike = arg.has_same_memory_order(view)
         reader = self._make_view_reader(arg, operation.number, index_map) if is_alike else None
         if reader is None:
             raise self._make_needs_whole_tensor_error(operation)
         return reader
 
-    def _make_concat_reader(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> Reader:
+    def _make_concat_reader(
+        self, operation: RecordedOperation, view: DeferredView, index_map: IndexMap
+    ) -> ElementReader:
         """Return a reader of the result of a concatenation along an axis, or of a stack along a new first axis."""
         axis = _get_positional_argument(operation, 1, 0) % max(1, len(view.shape))
         is_stack = operation.op.overloadpacket is aten.stack
         outer = math.prod(view.shape[:axis])
         if not view.is_contiguous or (axis and (is_stack or view.numel // outer < _MIN_PERIOD)):
             raise self._make_needs_whole_tensor_error(operation)
-        parts: list[tuple[Reader, int]] = []
+        parts: list[tuple[ElementReader, int]] = []
         begin = 0
         for part in operation.args[0]:
-            reader: Reader | None = None
-            if isinstance(part, Constant):
+            reader: ElementReader | None = None
+            if isinstance(part, RecordedConstant):
                 reader, numel, dtype = (
-                    _add_consumer(TensorReader(part.value)),
+                    _increment_consumers(TensorReader(part.value)),
                     part.value.numel(),
                     part.value.dtype,
                 )
@@ -282,7 +305,9 @@ class ElementReaderBuilder:
             begin += numel // outer
         return InterleavedReader(parts) if axis else ConcatenatedReader(parts)
 
-    def _make_row_reader(self, operation: RecordedOperation, view: View, index_map: IndexMap) -> Reader:
+    def _make_row_reader(
+        self, operation: RecordedOperation, view: DeferredView, index_map: IndexMap
+    ) -> ElementReader:
         """Return a reader of the results of an operation along short rows, such as the maximum of each row."""
         gathers = operation.op.overloadpacket is aten.gather
         axis = _get_positional_argument(operation, 1, None)
@@ -290,9 +315,9 @@ class ElementReaderBuilder:
         which = memories.index(view.memory) if view.memory in memories else -1
         if not isinstance(axis, int) or not view.is_contiguous or which < 0:
             raise self._make_needs_whole_tensor_error(operation)
-        inputs: list[tuple[Reader, int]] = []
+        inputs: list[tuple[ElementReader, int]] = []
         for source in (operation.args[0], operation.args[2]) if gathers else (operation.args[0],):
-            n = source.shape[-1] if isinstance(source, View) and source.shape else 0
+            n = source.shape[-1] if isinstance(source, DeferredView) and source.shape else 0
             if not 0 < n <= _MAX_ROW_LENGTH or axis not in (-1, len(source.shape) - 1):
                 raise self._make_needs_whole_tensor_error(operation)
             rows = index_map.convert_to_row_start_map(n)
@@ -309,7 +334,7 @@ class ElementReaderBuilder:
 
     def _make_needs_whole_tensor_error(self, operation: RecordedOperation) -> NeedsWholeTensorError:
         """Return the error for an operation that cannot be computed in spans. The error names the operation."""
-        memories = {view.memory for view in operation.iterate_inputs()}
+        memories = {view.memory for view in operation.iterate_deferred_inputs()}
         numbers = find_needed_operation_numbers(self._operations, memories, operation.number)
         causes = [*(self._operations[n] for n in numbers), operation]
         causes = causes if can_be_computed_in_spans(operation) else [operation]
@@ -318,7 +343,7 @@ class ElementReaderBuilder:
         return NeedsWholeTensorError(f"{caller or name} needs the whole tensor" + f": {name}" * bool(caller))
 
 
-def _add_consumer(reader: Reader) -> Reader:
+def _increment_consumers(reader: ElementReader) -> ElementReader:
     reader.consumers += 1
     return reader
 

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.patches import AttributePatch, ClosingContext, Patches
+from layoutmap.engines.patches import AttributePatch, PatchGroup, SelfClosingContext
 from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch.modes import TorchDispatchMode, list_dispatch_modes, list_function_modes
 from layoutmap.engines.torch.modules import get_parameters_and_buffers
@@ -35,12 +35,12 @@ def intercept_operations(tape: Any, fake_mode: Any) -> Generator[None]:
         tape: The `Tape`. A type annotation would be a circular import.
         fake_mode: The tape's own fake tensor mode, which is left at the end if an interrupt left it active.
     """
-    modes = _ValueReadMode(tape), _OperationRecordingMode(tape)
-    with _support_module_conversions(tape), _RecordingModes(*modes, inner=fake_mode):
+    modes = _ValueReadInterceptionMode(tape), _OperationRecordingMode(tape)
+    with _intercept_module_conversions(tape), _RecordingModes(*modes, inner=fake_mode):
         yield
 
 
-class _RecordingModes(ClosingContext):
+class _RecordingModes(SelfClosingContext):
     """Enter several torch modes. Closing also leaves modes that an interrupt left on torch's stacks."""
 
     def __init__(self, *modes: Any, inner: Any) -> None:
@@ -54,7 +54,10 @@ class _RecordingModes(ClosingContext):
         # A recording may have ended on another thread, which could not remove its modes from this thread, so remove
         # them now.
         for mode in (*list_function_modes(), *list_dispatch_modes()):
-            if isinstance(mode, (_ValueReadMode, _OperationRecordingMode)) and not mode.tape.is_recording:
+            if (
+                isinstance(mode, (_ValueReadInterceptionMode, _OperationRecordingMode))
+                and not mode.tape.is_recording
+            ):
                 _leave_mode(mode)
         for mode in self._modes:
             mode.__enter__()
@@ -91,7 +94,7 @@ _COPIES = (torch.Tensor.__deepcopy__,)  # pyright: ignore[reportUnknownMemberTyp
 _READS = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__reduce_ex__")}
 
 
-class _ValueReadMode(TorchFunctionMode):
+class _ValueReadInterceptionMode(TorchFunctionMode):
     """Intercept tensor methods that read values or addresses without an operation of torch's dispatcher."""
 
     def __init__(self, tape: Any) -> None:
@@ -109,7 +112,7 @@ class _ValueReadMode(TorchFunctionMode):
         if func == _SET_DATA:
             return func(args[0], self._convert_assigned_data(*args))
         if func in _READS and self.tape.is_deferred(args[0]):
-            return func(self.tape.evaluate_tensors(args[0]), *args[1:], **kwargs)
+            return func(self.tape.evaluate_deferred_tensors(args[0]), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def _convert_assigned_data(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -119,7 +122,7 @@ class _ValueReadMode(TorchFunctionMode):
         return (
             self.tape.defer_tensor(data)
             if self.tape.is_deferred(tensor)
-            else self.tape.evaluate_tensors(data)
+            else self.tape.evaluate_deferred_tensors(data)
         )
 
 
@@ -150,7 +153,7 @@ def _list_recording_tapes() -> list[Any]:
 
 
 @contextmanager
-def _support_module_conversions(tape: Any) -> Generator[None]:
+def _intercept_module_conversions(tape: Any) -> Generator[None]:
     """Make `Module.to` and similar methods convert deferred parameters while the `with` block runs."""
     with _APPLY.activate():
         before = _list_recording_tapes()
@@ -200,4 +203,4 @@ def _make_apply_for_deferred_parameters(original: Function) -> Function:
     return _apply
 
 
-_APPLY = Patches([AttributePatch(torch.nn.Module, "_apply", _make_apply_for_deferred_parameters)])
+_APPLY = PatchGroup([AttributePatch(torch.nn.Module, "_apply", _make_apply_for_deferred_parameters)])

@@ -47,10 +47,10 @@ def jump_ahead(generator: torch.Generator, num_words: int) -> None:
     # depends only on `num_words`, so that equal jumps share one cached polynomial.
     far = num_words // _N - 2
     if far > _MIN_JUMP_BLOCKS:
-        block = _compute_block_ahead(_compute_next_block(block), far)
+        block = _compute_word_block_ahead(_compute_next_word_block(block), far)
         blocks -= far + 1
     for _ in range(blocks):
-        block = _compute_next_block(block)
+        block = _compute_next_word_block(block)
     state[_WORDS].view(np.uint64)[:] = block
     state[_LEFT].view(np.int32)[0] = _N + 1 - place
     state[_NEXT].view(np.uint64)[0] = place
@@ -79,7 +79,7 @@ def _draw_32_bit_words(generator: torch.Generator, num_words: int) -> None:
     torch.empty(num_words, dtype=torch.int32, device="cpu").random_(generator=generator)
 
 
-def _compute_next_block(block: Block) -> Block:
+def _compute_next_word_block(block: Block) -> Block:
     """Return the block of 624 words that follows a block."""
     made = np.empty_like(block)
     old = np.append(block, np.uint32(0))
@@ -96,11 +96,11 @@ def _compute_next_block(block: Block) -> Block:
     return made
 
 
-def _compute_block_ahead(block: Block, num_blocks: int) -> Block:
+def _compute_word_block_ahead(block: Block, num_blocks: int) -> Block:
     """Return the block that is `num_blocks` blocks after a block."""
     run = [block]
     for _ in range(_DEGREE // _N + 1):
-        run.append(_compute_next_block(run[-1]))
+        run.append(_compute_next_word_block(run[-1]))
     windows = np.lib.stride_tricks.sliding_window_view(np.concatenate(run), _N)
     terms = np.flatnonzero(_unpack_polynomial_bits(_compute_power_of_x(num_blocks * _N)))
     made = np.zeros_like(block)

@@ -97,7 +97,7 @@ def _iterate_block_spans(
         row_parts = _iterate_row_parts(shape[row_axis:], index[row_axis:], across)
         for left, right, row_shape, source, target in row_parts:
             down = max(height, piece_numel // (right - left) // height * height)
-            for top, bottom in _split_range(rows.start, rows.stop, down):
+            for top, bottom in _split_range_at_multiples(rows.start, rows.stop, down):
                 span = ElementSpan((first + top) * columns + left, right - left)
                 if bottom - top > 1:
                     span = span._replace(rows=bottom - top, stride=columns)
@@ -115,7 +115,7 @@ def _iterate_row_parts(
 ) -> Iterator[tuple[int, int, tuple[int, ...], Index, Index]]:
     """Yield each part of a row as a tuple: start, stop, shape, index in the part, index in the block."""
     if len(shape) == 1:
-        for left, right in _split_range(index[0].start, index[0].stop, size):
+        for left, right in _split_range_at_multiples(index[0].start, index[0].stop, size):
             target = slice(left - index[0].start, right - index[0].start)
             yield left, right, (right - left,), (slice(0, right - left),), (target,)
         return
@@ -123,7 +123,7 @@ def _iterate_row_parts(
     yield 0, math.prod(shape), tuple(shape), index, target
 
 
-def _split_range(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+def _split_range_at_multiples(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Split a range at multiples of `size`, and yield the start and stop of each part."""
     while start < stop:
         end = min(stop, start - start % size + size)

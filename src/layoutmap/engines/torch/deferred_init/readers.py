@@ -16,7 +16,7 @@ from layoutmap.engines.torch.deferred_init.spans import ElementSpan, UnreadableS
 from layoutmap.engines.torch.deferred_init.steps import MemoryGeometry
 
 
-class Reader:
+class ElementReader:
     """Compute the elements of a tensor, one span at a time. Subclasses implement `_compute_elements`."""
 
     shares_memory = False  # whether the result may share memory with another object
@@ -53,7 +53,7 @@ class Reader:
         raise NotImplementedError
 
 
-class FillReader(Reader):
+class FillReader(ElementReader):
     """Read a tensor of equal elements."""
 
     def __init__(self, value: float, dtype: torch.dtype) -> None:
@@ -65,7 +65,7 @@ class FillReader(Reader):
         return torch.empty(span.numel, dtype=self._dtype, device="cpu").fill_(self._value)
 
 
-class TensorReader(Reader):
+class TensorReader(ElementReader):
     """Read a tensor that already has values, even if it is broadcast or not contiguous.
 
     Args:
@@ -95,10 +95,10 @@ class TensorReader(Reader):
         return torch.cat([self._tensor[box].reshape(-1) for box in found])
 
 
-class ShiftedReader(Reader):
+class ShiftedReader(ElementReader):
     """Read from a wrapped reader, at positions that are shifted by a constant."""
 
-    def __init__(self, reader: Reader, offset: int) -> None:
+    def __init__(self, reader: ElementReader, offset: int) -> None:
         super().__init__()
         self._reader = reader
         self._offset = offset
@@ -112,10 +112,10 @@ class ShiftedReader(Reader):
         return self._reader.read_writable_span(span.shift_by(self._offset))
 
 
-class StridedReader(Reader):
+class StridedReader(ElementReader):
     """Read the elements of a strided view from a reader of the whole memory."""
 
-    def __init__(self, reader: Reader, geometry: MemoryGeometry) -> None:
+    def __init__(self, reader: ElementReader, geometry: MemoryGeometry) -> None:
         super().__init__()
         self._reader = reader
         self._geometry = geometry
@@ -128,14 +128,14 @@ class StridedReader(Reader):
         return self._reader.read_span(ElementSpan(low, high - low))[offsets - low]
 
 
-class ConcatenatedReader(Reader):
+class ConcatenatedReader(ElementReader):
     """Read the elements of several readers, one reader after the other.
 
     Args:
         parts: Each reader with the number of its elements.
     """
 
-    def __init__(self, parts: Sequence[tuple[Reader, int]]) -> None:
+    def __init__(self, parts: Sequence[tuple[ElementReader, int]]) -> None:
         super().__init__()
         self._parts = parts
 
@@ -149,14 +149,14 @@ class ConcatenatedReader(Reader):
         return torch.cat(found)
 
 
-class InterleavedReader(Reader):
+class InterleavedReader(ElementReader):
     """Read a fixed number of elements of each reader in turn, repeatedly.
 
     Args:
         parts: Each reader with the number of elements to read from it in a turn.
     """
 
-    def __init__(self, parts: Sequence[tuple[Reader, int]]) -> None:
+    def __init__(self, parts: Sequence[tuple[ElementReader, int]]) -> None:
         super().__init__()
         self._parts = parts
         self._period = sum(numel for _, numel in parts)
@@ -174,7 +174,7 @@ class InterleavedReader(Reader):
         return torch.cat(found)
 
 
-class ElementwiseReader(Reader):
+class ElementwiseReader(ElementReader):
     """Read the results of an operation that is applied to each element of its inputs.
 
     Args:
@@ -184,7 +184,7 @@ class ElementwiseReader(Reader):
     """
 
     def __init__(
-        self, function: Callable[..., torch.Tensor], inputs: Sequence[Reader], owns_first: bool = False
+        self, function: Callable[..., torch.Tensor], inputs: Sequence[ElementReader], owns_first: bool = False
     ) -> None:
         super().__init__()
         self._function = function
@@ -198,7 +198,7 @@ class ElementwiseReader(Reader):
         return self._function(*owned, *rest)
 
 
-class RowReader(Reader):
+class RowReader(ElementReader):
     """Read the results of an operation that computes one element from each short row of its inputs.
 
     Args:
@@ -206,7 +206,9 @@ class RowReader(Reader):
         inputs: The readers of the inputs, with the lengths of their rows.
     """
 
-    def __init__(self, function: Callable[..., torch.Tensor], inputs: Sequence[tuple[Reader, int]]) -> None:
+    def __init__(
+        self, function: Callable[..., torch.Tensor], inputs: Sequence[tuple[ElementReader, int]]
+    ) -> None:
         super().__init__()
         self._function = function
         self._inputs = inputs
@@ -220,7 +222,7 @@ SpanWriter = Callable[[torch.Tensor, ElementSpan], None]
 """Function that writes new values for some elements into the values of a span."""
 
 
-def make_span_writer(offset: int, numel: int, reader: Reader) -> SpanWriter:
+def make_span_writer(offset: int, numel: int, reader: ElementReader) -> SpanWriter:
     """Return a function that overwrites consecutive elements with those of a reader."""
 
     def overwrite_values(values: torch.Tensor, span: ElementSpan) -> None:
@@ -231,7 +233,7 @@ def make_span_writer(offset: int, numel: int, reader: Reader) -> SpanWriter:
     return overwrite_values
 
 
-def make_strided_writer(geometry: MemoryGeometry, reader: Reader) -> SpanWriter:
+def make_strided_writer(geometry: MemoryGeometry, reader: ElementReader) -> SpanWriter:
     """Return a function that overwrites the elements of a strided view with those of a reader."""
 
     def overwrite_values(values: torch.Tensor, span: ElementSpan) -> None:
@@ -268,10 +270,10 @@ def make_offset_writer(offsets: torch.Tensor, values: torch.Tensor) -> SpanWrite
     return overwrite_values
 
 
-class OverwritingReader(Reader):
+class OverwritingReader(ElementReader):
     """Read from a wrapped reader, and then let several functions overwrite some of the values in turn."""
 
-    def __init__(self, reader: Reader, writes: Sequence[SpanWriter]) -> None:
+    def __init__(self, reader: ElementReader, writes: Sequence[SpanWriter]) -> None:
         super().__init__()
         self._reader = reader
         self._writes = writes

@@ -13,7 +13,12 @@ from layoutmap.engines.torch.deferred_init.elementwise import ElementReaderBuild
 from layoutmap.engines.torch.deferred_init.passes import iterate_spans_by_tiles, iterate_spans_in_order
 from layoutmap.engines.torch.deferred_init.replay import find_needed_operation_numbers, replay_operations
 from layoutmap.engines.torch.deferred_init.spans import UnreadableSpanError
-from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedOperation, View
+from layoutmap.engines.torch.deferred_init.steps import (
+    DeferredMemory,
+    DeferredView,
+    RecordedConstant,
+    RecordedOperation,
+)
 from layoutmap.engines.torch.deferred_init.streams import PIECE
 from layoutmap.engines.torch.trees import tree_map
 
@@ -38,7 +43,11 @@ class Recipe:
     """
 
     def __init__(
-        self, operations: Sequence[RecordedOperation], view: View, end_number: int, piece_numel: int = PIECE
+        self,
+        operations: Sequence[RecordedOperation],
+        view: DeferredView,
+        end_number: int,
+        piece_numel: int = PIECE,
     ) -> None:
         self._operations = operations
         self._view = view
@@ -51,7 +60,7 @@ class Recipe:
         by_blocks = any(operation.seed is not None or _is_read_from_file(operation) for operation in past)
         self._reads = iterate_spans_by_tiles if by_blocks else iterate_spans_in_order
         try:
-            ElementReaderBuilder(operations).make_reader(view, end_number)
+            ElementReaderBuilder(operations).make_element_reader(view, end_number)
         except NeedsWholeTensorError as reason:
             self.why_global = str(reason)
 
@@ -72,12 +81,12 @@ class Recipe:
         names: dict[DeferredMemory, str] = {}
 
         def format_argument(leaf: object) -> Any:
-            if isinstance(leaf, View):
+            if isinstance(leaf, DeferredView):
                 where = "" if leaf.is_whole_memory else f" at {leaf.offset} by {leaf.strides}"
                 where += " conj" * leaf.conj + " neg" * leaf.neg
                 name = names.setdefault(leaf.memory, f"#{len(names)}")
                 return f"{name} {leaf.dtype}{list(leaf.shape)}{where}"
-            if isinstance(leaf, Constant):
+            if isinstance(leaf, RecordedConstant):
                 few = (
                     leaf.value[-1:].reshape(-1)[-_NUM_COMPARED_ELEMENTS:]
                     if leaf.is_mapped_file
@@ -119,8 +128,10 @@ class Recipe:
     def from_values(tensor: torch.Tensor) -> Recipe:
         """Return the recipe of a tensor that already has values."""
         memory = DeferredMemory(tensor.untyped_storage(), tensor.dtype, [0])
-        view = View(memory, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        clone, constant = torch.ops.aten.clone.default, Constant(tensor.detach())
+        view = DeferredView(
+            memory, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+        )
+        clone, constant = torch.ops.aten.clone.default, RecordedConstant(tensor.detach())
         operation = RecordedOperation(0, clone, (constant,), {}, (view,), ())
         return Recipe([operation], view, 1)
 
@@ -131,11 +142,11 @@ class Recipe:
         if operation.op not in (torch.ops.aten.any.default, torch.ops.aten.all.default):
             return None
         [source] = operation.args
-        if not isinstance(source, View) or self._end_number <= self._view.memory.writes[-1]:
+        if not isinstance(source, DeferredView) or self._end_number <= self._view.memory.writes[-1]:
             return None
         decisive = operation.name == "any"  # element value that decides the result and ends the pass
         try:
-            reader = ElementReaderBuilder(self._operations, self._piece).make_reader(source, number)
+            reader = ElementReaderBuilder(self._operations, self._piece).make_element_reader(source, number)
             shape = source.geometry.shape
             reads = self._reads(shape, [make_full_index(shape)], self._piece)
             values = (reader.read_span(span) for span, _ in reads)
@@ -150,7 +161,9 @@ class Recipe:
         order = self._view.axis_order
         indices = [tuple(index[axis] for axis in order) for index, _ in blocks]
         permuted = [block.permute(order) for _, block in blocks]
-        reader = ElementReaderBuilder(self._operations, self._piece).make_reader(self._view, self._end_number)
+        reader = ElementReaderBuilder(self._operations, self._piece).make_element_reader(
+            self._view, self._end_number
+        )
         try:
             with torch.no_grad():
                 for span, parts in self._reads([self.shape[axis] for axis in order], indices, self._piece):
@@ -163,7 +176,7 @@ class Recipe:
 
 
 def _is_read_from_file(operation: RecordedOperation) -> bool:
-    return any(isinstance(leaf, Constant) and leaf.is_mapped_file for leaf in operation.args)
+    return any(isinstance(leaf, RecordedConstant) and leaf.is_mapped_file for leaf in operation.args)
 
 
 def _format_checksum(tensor: torch.Tensor) -> str:

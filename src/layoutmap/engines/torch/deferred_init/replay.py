@@ -14,9 +14,14 @@ import torch
 
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.spans import ElementSpan
-from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedOperation, View
+from layoutmap.engines.torch.deferred_init.steps import (
+    DeferredMemory,
+    DeferredView,
+    RecordedConstant,
+    RecordedOperation,
+)
 from layoutmap.engines.torch.deferred_init.streams import find_generator_overload, find_random_fill
-from layoutmap.engines.torch.deferred_init.tiles import TileReader
+from layoutmap.engines.torch.deferred_init.tiles import TiledRandomReader
 from layoutmap.engines.torch.operators import Args, Kwargs
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
@@ -27,11 +32,11 @@ def _is_memory_overwritten(operation: RecordedOperation, memory: DeferredMemory)
     """Return whether an operation overwrites all values of a memory without reading them."""
     if operation.op.overloadpacket not in OVERWRITING or not operation.writes[0].is_whole_memory:
         return False
-    return sum(view.memory is memory for view in operation.iterate_inputs()) == 1
+    return sum(view.memory is memory for view in operation.iterate_deferred_inputs()) == 1
 
 
 def replay_operations(
-    operations: Sequence[RecordedOperation], views: Sequence[View], end_number: int
+    operations: Sequence[RecordedOperation], views: Sequence[DeferredView], end_number: int
 ) -> list[torch.Tensor]:
     """Replay recorded operations, and return unsharded tensors with their values before operation `end_number`."""
     indices = find_needed_operation_numbers(operations, {view.memory for view in views}, end_number)
@@ -47,8 +52,8 @@ def replay_operations(
         return [view.make_tensor(_get_or_create_storage(view.memory, storages)) for view in views]
 
 
-def _list_operation_views(operation: RecordedOperation) -> list[View]:
-    return [*operation.iterate_inputs(), *(view for view in operation.results if view is not None)]
+def _list_operation_views(operation: RecordedOperation) -> list[DeferredView]:
+    return [*operation.iterate_deferred_inputs(), *(view for view in operation.results if view is not None)]
 
 
 def find_needed_operation_numbers(
@@ -67,9 +72,9 @@ def find_needed_operation_numbers(
         seen.add((memory, number))
         found.add(number)
         operation = operations[number]
-        created = operation.find_result_that_created(memory)
+        created = operation.find_result_with_new_memory(memory)
         over = created is not None or _is_memory_overwritten(operation, memory)
-        inputs = {view.memory for view in operation.iterate_inputs()} - ({memory} if over else set())
+        inputs = {view.memory for view in operation.iterate_deferred_inputs()} - ({memory} if over else set())
         todo += [(each, number) for each in inputs]
         if not over:
             todo.append((memory, number))
@@ -87,9 +92,9 @@ def _replay_operation(operation: RecordedOperation, storages: Storages) -> None:
     """Compute a recorded operation on real tensors, and put the storages of its results into `storages`."""
 
     def make_real_argument(leaf: object) -> object:
-        if isinstance(leaf, View):
+        if isinstance(leaf, DeferredView):
             return leaf.make_tensor(_get_or_create_storage(leaf.memory, storages))
-        return leaf.value if isinstance(leaf, Constant) else leaf
+        return leaf.value if isinstance(leaf, RecordedConstant) else leaf
 
     if operation.seed is not None:
         [view] = operation.writes or operation.results
@@ -97,7 +102,9 @@ def _replay_operation(operation: RecordedOperation, storages: Storages) -> None:
         assert view is not None
         assert fill is not None
         shape = view.geometry.shape
-        values = TileReader(fill, shape, operation.seed).read_span(ElementSpan(0, view.numel)).view(shape)
+        values = (
+            TiledRandomReader(fill, shape, operation.seed).read_span(ElementSpan(0, view.numel)).view(shape)
+        )
         view.make_tensor(_get_or_create_storage(view.memory, storages)).permute(view.axis_order).copy_(values)
         return
     args, kwargs = tree_map(make_real_argument, (operation.args, operation.kwargs))

@@ -1,6 +1,6 @@
 """Describe recorded operations, and views of memory that is not allocated.
 
-A deferred tensor is a `View` of a `DeferredMemory`. Views are not recorded, because torch reports the memory of
+A deferred tensor is a `DeferredView` of a `DeferredMemory`. Views are not recorded, because torch reports the memory of
 an operation's result. So each recorded operation creates or changes memory, and a list of them is a tensor's history.
 """
 
@@ -73,7 +73,7 @@ class MemoryGeometry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
+class DeferredView:
     """A deferred tensor: its shape, strides, and offset in a memory."""
 
     memory: DeferredMemory
@@ -139,7 +139,7 @@ class View:
             tuple(self.strides[axis] for axis in self.axis_order),
         )
 
-    def has_same_memory_order(self, other: View) -> bool:
+    def has_same_memory_order(self, other: DeferredView) -> bool:
         """Return whether another view has the same shape and the same order of axes in memory."""
         return self.shape == other.shape and self.axis_order == other.axis_order
 
@@ -152,7 +152,7 @@ class View:
 
 
 @dataclass(slots=True, eq=False)
-class Constant:
+class RecordedConstant:
     """A real tensor that a recorded operation reads, with the values that it had at the recording.
 
     Args:
@@ -171,7 +171,7 @@ class RecordedOperation:
     Args:
         number: Its position on the tape.
         op: The operation of torch.
-        args: Its arguments; tensors are a `View` or a `Constant`.
+        args: Its arguments; tensors are a `DeferredView` or a `RecordedConstant`.
         kwargs: Its arguments by name, without the generator.
         results: For each returned tensor, its view; `None` if it is not deferred.
         writes: The views that it changed in place.
@@ -184,8 +184,8 @@ class RecordedOperation:
     op: OpOverload
     args: Args
     kwargs: Kwargs
-    results: tuple[View | None, ...]
-    writes: tuple[View, ...]
+    results: tuple[DeferredView | None, ...]
+    writes: tuple[DeferredView, ...]
     state: torch.Tensor | None = None
     seed: int | None = None
     caller: str = ""
@@ -195,11 +195,11 @@ class RecordedOperation:
         """The operation's name without its overload."""
         return self.op.overloadpacket.__name__.rstrip("_")
 
-    def iterate_inputs(self) -> Iterator[View]:
+    def iterate_deferred_inputs(self) -> Iterator[DeferredView]:
         """Return the deferred tensors among the arguments."""
-        return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, View))
+        return (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, DeferredView))
 
-    def find_result_that_created(self, memory: DeferredMemory) -> View | None:
+    def find_result_with_new_memory(self, memory: DeferredMemory) -> DeferredView | None:
         """Return the result stored in a memory that this operation created, or None if it did not create the memory."""
         written = {view.memory for view in self.writes}
         for view in self.results:

@@ -17,9 +17,9 @@ import torch
 
 from layoutmap.engines.torch.deferred_init import jump
 from layoutmap.engines.torch.deferred_init.operations import RANDOM_IN_PLACE
-from layoutmap.engines.torch.deferred_init.readers import Reader
+from layoutmap.engines.torch.deferred_init.readers import ElementReader
 from layoutmap.engines.torch.deferred_init.spans import ElementSpan, UnreadableSpanError
-from layoutmap.engines.torch.deferred_init.steps import RecordedOperation, View
+from layoutmap.engines.torch.deferred_init.steps import DeferredView, RecordedOperation
 from layoutmap.engines.torch.operators import (
     Args,
     Function,
@@ -141,10 +141,10 @@ def split_range_into_pieces(numel: int, size: int = PIECE) -> Iterator[tuple[int
         start = stop
 
 
-def find_random_fill(operation: RecordedOperation, view: View) -> RandomFill | None:
+def find_random_fill(operation: RecordedOperation, view: DeferredView) -> RandomFill | None:
     """Return the `RandomFill` that draws an operation's values, or None if they cannot be drawn in pieces."""
     packet, args = operation.op.overloadpacket, operation.args
-    if not view.has_ascending_offsets or any(isinstance(arg, View) for arg in args[1:]):
+    if not view.has_ascending_offsets or any(isinstance(arg, DeferredView) for arg in args[1:]):
         return None
     found: tuple[Function, Args] | None = None
     if packet in RANDOM_IN_PLACE:
@@ -167,7 +167,7 @@ def find_random_fill(operation: RecordedOperation, view: View) -> RandomFill | N
     return fill if _can_draw_in_pieces(fill) else None
 
 
-class RandomFillReader(Reader):
+class RandomFillReader(ElementReader):
     """Read the values of one random fill, from the first to the last."""
 
     def __init__(self, fill: RandomFill, numel: int, state: torch.Tensor, piece_numel: int = PIECE) -> None:

@@ -34,7 +34,12 @@ from layoutmap.engines.torch.deferred_init.interception import intercept_operati
 from layoutmap.engines.torch.deferred_init.operations import OVERWRITING
 from layoutmap.engines.torch.deferred_init.recipes import Recipe
 from layoutmap.engines.torch.deferred_init.replay import call_recorded_operation, replay_operations
-from layoutmap.engines.torch.deferred_init.steps import Constant, DeferredMemory, RecordedOperation, View
+from layoutmap.engines.torch.deferred_init.steps import (
+    DeferredMemory,
+    DeferredView,
+    RecordedConstant,
+    RecordedOperation,
+)
 from layoutmap.engines.torch.deferred_init.streams import PIECE, find_generator_overload, find_random_fill
 from layoutmap.engines.torch.operators import (
     Args,
@@ -95,7 +100,7 @@ class Tape:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._operations: list[RecordedOperation] = []
         self._memories: dict[int, DeferredMemory] = {}
-        self._shared_constants: dict[int, list[Constant]] = {}
+        self._shared_constants: dict[int, list[RecordedConstant]] = {}
         self._depth = 0
         self._paused = False
 
@@ -139,7 +144,7 @@ class Tape:
                 why="it was created outside record_operations(), or is small and was computed at once",
                 fix="check tape.is_deferred(tensor) first",
             )
-        return Recipe(self._operations, self._make_view(tensor), len(self._operations), self._piece)
+        return Recipe(self._operations, self._make_deferred_view(tensor), len(self._operations), self._piece)
 
     # -- called by interception.py while the tape records
 
@@ -192,18 +197,20 @@ class Tape:
             tensor = read_tensor()
         if tensor.numel() < self._min_numel or not can_defer_tensor(tensor):
             return tensor
-        copy, constant = torch.ops.aten.clone.default, Constant(tensor.detach(), is_mapped_file=True)
+        copy, constant = torch.ops.aten.clone.default, RecordedConstant(tensor.detach(), is_mapped_file=True)
         with torch.no_grad():
             inferred = self._infer_fake_result(copy, (tensor,), {})
             return self._record_operation(copy, (constant,), {}, [], inferred)
 
-    def evaluate_tensors(self, values: object) -> Any:
+    def evaluate_deferred_tensors(self, values: object) -> Any:
         """Return nested values in which computed tensors replace deferred tensors."""
         deferred = [
             leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf)
         ]
         with self._pause_recording():
-            made = iter(self._compute_view_values([self._make_view(tensor) for tensor in deferred]))
+            made = iter(
+                self._compute_deferred_values([self._make_deferred_view(tensor) for tensor in deferred])
+            )
         return tree_map(
             lambda leaf: next(made) if isinstance(leaf, torch.Tensor) and self.is_deferred(leaf) else leaf,
             values,
@@ -242,7 +249,7 @@ class Tape:
         """Compute the deferred arguments of an operation that will change `written`, and run it with them."""
         for leaf in written:
             self._copy_constants_before_change(leaf)
-        args, kwargs = self.evaluate_tensors((args, kwargs))
+        args, kwargs = self.evaluate_deferred_tensors((args, kwargs))
         return op(*args, **kwargs)
 
     def _infer_fake_result(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -284,19 +291,21 @@ class Tape:
             op,
             recorded_args,
             recorded_kwargs,
-            tuple(self._make_view(each) if self.is_deferred(each) else None for each in made_tensors),
-            tuple(self._make_view(each) for each in written),
+            tuple(
+                self._make_deferred_view(each) if self.is_deferred(each) else None for each in made_tensors
+            ),
+            tuple(self._make_deferred_view(each) for each in written),
             None if generator is None else generator.get_state(),
             caller=find_calling_initializer_name(),
         )
         if generator is not None and not self._shapes_only:
-            operation = self._advance_generator(operation, generator)
+            operation = self._advance_generator_and_set_seed(operation, generator)
         for memory in {view.memory for view in operation.writes}:
             memory.writes.append(number)
         self._operations.append(operation)
         return inferred
 
-    def _advance_generator(
+    def _advance_generator_and_set_seed(
         self, operation: RecordedOperation, generator: torch.Generator
     ) -> RecordedOperation:
         """Advance a generator as an operation does. Return the operation, with a drawn seed if it draws by tiles."""
@@ -309,14 +318,14 @@ class Tape:
                     return dataclasses.replace(operation, seed=int(seed))
                 fill.skip_values(view.numel, generator)
                 return operation
-            views = list(operation.iterate_inputs())
-            made = dict(zip(views, self._compute_view_values(views), strict=True))
+            views = list(operation.iterate_deferred_inputs())
+            made = dict(zip(views, self._compute_deferred_values(views), strict=True))
             args, kwargs = tree_map(
                 lambda leaf: (
                     made[leaf]
-                    if isinstance(leaf, View)
+                    if isinstance(leaf, DeferredView)
                     else leaf.value
-                    if isinstance(leaf, Constant)
+                    if isinstance(leaf, RecordedConstant)
                     else leaf
                 ),
                 (operation.args, operation.kwargs),
@@ -324,7 +333,7 @@ class Tape:
             call_recorded_operation(operation, args, kwargs, generator)
         return operation
 
-    def _compute_view_values(self, views: list[View]) -> list[torch.Tensor]:
+    def _compute_deferred_values(self, views: list[DeferredView]) -> list[torch.Tensor]:
         """Return the values of deferred tensors. If the tape has only shapes, `any()` is False, and `all()` is True."""
         if self._shapes_only and len(views) == 1:
             maker = self._operations[views[0].memory.writes[0]]
@@ -335,8 +344,8 @@ class Tape:
             return [recipe.compute_global_value()]
         return replay_operations(self._operations, views, len(self._operations))
 
-    def _make_view(self, tensor: torch.Tensor) -> View:
-        return View(
+    def _make_deferred_view(self, tensor: torch.Tensor) -> DeferredView:
+        return DeferredView(
             self._memories[get_storage_key(tensor)],
             tuple(tensor.shape),
             tensor.stride(),
@@ -347,17 +356,17 @@ class Tape:
         )
 
     def _make_recorded_argument(self, leaf: object) -> object:
-        """Return an argument to record: a `View`, `Constant`, None for a generator, or itself."""
+        """Return an argument to record: a `DeferredView`, `RecordedConstant`, None for a generator, or itself."""
         if isinstance(leaf, torch.Generator):
             return None
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if self.is_deferred(leaf):
-            return self._make_view(leaf)
+            return self._make_deferred_view(leaf)
         with self._pause_recording():
             if leaf.numel() <= _MAX_COPIED_ELEMENTS:
-                return Constant(leaf.detach().clone())
-            constant = Constant(leaf.detach())
+                return RecordedConstant(leaf.detach().clone())
+            constant = RecordedConstant(leaf.detach())
             self._shared_constants.setdefault(get_storage_key(leaf), []).append(constant)
             return constant
 

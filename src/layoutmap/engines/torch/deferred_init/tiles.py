@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from layoutmap.engines.torch.deferred_init.readers import Reader
+from layoutmap.engines.torch.deferred_init.readers import ElementReader
 from layoutmap.engines.torch.deferred_init.spans import ElementSpan, UnreadableSpanError
 from layoutmap.engines.torch.deferred_init.streams import RandomFill
 
@@ -49,7 +49,7 @@ def choose_tile_shape(shape: Sequence[int]) -> tuple[int, int]:
     return height, TILE * TILE // height
 
 
-class TileReader(Reader):
+class TiledRandomReader(ElementReader):
     """Read the values of one random fill, which is drawn tile by tile.
 
     `shape` is the tensor's shape, in the order of memory.

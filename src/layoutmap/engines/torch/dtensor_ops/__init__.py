@@ -25,8 +25,10 @@ from layoutmap.engines.torch.dtensor_ops.mode import (
     enable_dtensor_ops_temporarily as enable_dtensor_ops_temporarily,
 )
 from layoutmap.engines.torch.dtensor_ops.outside import install_patches_for_mesh as install_patches_for_mesh
-from layoutmap.engines.torch.dtensor_ops.randomness import check_equal_draws as check_equal_draws
-from layoutmap.engines.torch.dtensor_ops.sums import ReduceProductsMode as ReduceProductsMode
+from layoutmap.engines.torch.dtensor_ops.randomness import (
+    check_equal_random_draws_in_block as check_equal_random_draws_in_block,
+)
+from layoutmap.engines.torch.dtensor_ops.sums import ProductReductionMode as ProductReductionMode
 from layoutmap.engines.torch.dtensor_ops.sums import is_batch_divisible as is_batch_divisible
 from layoutmap.engines.torch.dtensor_ops.sums import (
     reduce_gradient_in_backward as reduce_gradient_in_backward,

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.dtensor_ops.shards import (
-    find_axes_to_shard,
+    find_axes_that_stay_sharded,
     find_device_mesh,
     make_placements,
-    reshard_to_local,
+    redistribute_to_local_shard,
     wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import copy_without_override_check
@@ -38,11 +38,16 @@ def _compute_attention(draw_mask: Function, function: Function, args: Args, kwar
     mesh = find_device_mesh((*tensors, mask))
     rank = tensors[0].ndim
     is_alike = all(each.ndim == rank for each in tensors)
-    kept = find_axes_to_shard(tensors, mesh, range(rank - 2) if is_alike else (), allows_broadcast=True)
-    shards = [reshard_to_local(each, mesh, _find_matching_axes(each, kept, rank), kept) for each in tensors]
+    kept = find_axes_that_stay_sharded(
+        tensors, mesh, range(rank - 2) if is_alike else (), allows_broadcast=True
+    )
+    shards = [
+        redistribute_to_local_shard(each, mesh, _align_axes_with_scores(each, kept, rank), kept)
+        for each in tensors
+    ]
     if mask is not None:
         # The mask may broadcast along the batch or the heads, so its axes are aligned with the scores.
-        mask = reshard_to_local(mask, mesh, _find_matching_axes(mask, kept, rank), kept)
+        mask = redistribute_to_local_shard(mask, mesh, _align_axes_with_scores(mask, kept, rank), kept)
     if dropout_p > 0:
         query, key = tensors[:2]
         leading = query.shape[:-2]
@@ -56,7 +61,9 @@ def _compute_attention(draw_mask: Function, function: Function, args: Args, kwar
     return wrap_shards_as_dtensor(local, mesh, kept)
 
 
-def _find_matching_axes(tensor: torch.Tensor, axes_by_mesh_dim: dict[int, int], rank: int) -> dict[int, int]:
+def _align_axes_with_scores(
+    tensor: torch.Tensor, axes_by_mesh_dim: dict[int, int], rank: int
+) -> dict[int, int]:
     """Return a dict from mesh dim to the argument's axis that broadcasts to axis `axes_by_mesh_dim[dim]` of the scores.
 
     Axes that the argument lacks, or that have size 1, are left out.
@@ -79,7 +86,7 @@ def _draw_global_mask(
 ) -> torch.Tensor:
     """Draw a dropout mask for all attention weights, and return this device's shard of the mask."""
     drawn = torch.dropout(torch.ones(shape, dtype=dtype, device=device), p, True)
-    return reshard_to_local(drawn, mesh, axes_by_mesh_dim, axes_by_mesh_dim)
+    return redistribute_to_local_shard(drawn, mesh, axes_by_mesh_dim, axes_by_mesh_dim)
 
 
 def _draw_local_mask(
@@ -142,7 +149,7 @@ def _compute_multi_head_attention(
     mesh = find_device_mesh(tensors.values())
     batched = [tensors[name] for name in ("query", "key", "value")] if query.ndim == 3 else []
     # Gather the embedding axis, because the function splits it into heads.
-    kept = find_axes_to_shard(batched, mesh, [1])
+    kept = find_axes_that_stay_sharded(batched, mesh, [1])
     of_weights = dict.fromkeys(kept, 0)  # the batch is the first axis of the attention weights
     p = given["dropout_p"] if given["training"] else 0.0
     mask = draw_mask(*_find_weights_shape_and_dtype(given), p, mesh, of_weights) if p > 0 else None
@@ -151,7 +158,7 @@ def _compute_multi_head_attention(
     for name, each in tensors.items():
         if id(each) not in shards:
             axes = dict.fromkeys(kept, _find_batch_axis(name, each))
-            shards[id(each)] = reshard_to_local(each, mesh, axes, kept)
+            shards[id(each)] = redistribute_to_local_shard(each, mesh, axes, kept)
         given[name] = shards[id(each)]
     if mask is not None:
 

@@ -20,21 +20,21 @@ from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
 from layoutmap.engines.torch.dtensor_ops.lookups import (
     check_index_range,
-    find_local_rows,
-    list_shard_indices,
-    sum_shards,
+    convert_to_local_rows,
+    list_local_indices_of_axis,
+    sum_local_tensors_to_dtensor,
 )
 from layoutmap.engines.torch.dtensor_ops.losses import pop_reduction
 from layoutmap.engines.torch.dtensor_ops.shards import (
-    find_axes_to_shard,
+    find_axes_that_stay_sharded,
     find_device_mesh,
-    reshard_to_local,
+    redistribute_to_local_shard,
     wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.dtensor_ops.softmax import compute_log_softmax
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
-    CustomGradient,
+    SkippableAutogradFunction,
     extract_shard,
     make_replicated_placements,
     redistribute_tensor,
@@ -61,20 +61,20 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
         # The labels are invalid, so let torch raise its error.
         return compute_on_gathered_tensors(function, args, kwargs)
     mesh = find_device_mesh((x, target, weight))
-    kept = find_axes_to_shard([x], mesh, [each for each in range(x.ndim) if each != axis])
+    kept = find_axes_that_stay_sharded([x], mesh, [each for each in range(x.ndim) if each != axis])
     class_mesh_dims = (
-        find_axes_to_shard([x], mesh, {axis}, excluded_mesh_dims=kept, uneven_axes={axis})
+        find_axes_that_stay_sharded([x], mesh, {axis}, excluded_mesh_dims=kept, uneven_axes={axis})
         if has_labels or function is F.cross_entropy
         else {}
     )
     shards, of_rows = {**kept, **class_mesh_dims}, {dim: each - (each > axis) for dim, each in kept.items()}
-    local = reshard_to_local(x, mesh, shards, shards)
-    labels = reshard_to_local(target, mesh, of_rows if has_labels else shards, shards)
+    local = redistribute_to_local_shard(x, mesh, shards, shards)
+    labels = redistribute_to_local_shard(target, mesh, of_rows if has_labels else shards, shards)
     is_counted = None
     if has_labels:
         labels = labels.long()  # `cross_entropy` accepts uint8 labels, but `gather` needs int64
         is_counted = labels != given.get("ignore_index", -100)
-    weights = None if weight is None else reshard_to_local(weight, mesh, {}, shards)
+    weights = None if weight is None else redistribute_to_local_shard(weight, mesh, {}, shards)
     if class_mesh_dims:
         _check_loss_options(function, x, target, weight, given)  # the shards would not detect invalid options
         classes = _ShardedClassLoss(axis, x.shape[axis], mesh, class_mesh_dims)
@@ -88,7 +88,7 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
             losses, is_counted = classes.compute_label_losses(local, labels, is_counted, weights, smoothing)
         losses = losses.to(x.dtype)
         if reduction == "none":
-            return sum_shards(losses, mesh, of_rows, class_mesh_dims)
+            return sum_local_tensors_to_dtensor(losses, mesh, of_rows, class_mesh_dims)
         total = losses.sum()
     elif reduction == "none" or not kept:
         return wrap_shards_as_dtensor(
@@ -101,7 +101,7 @@ def _compute_class_loss(function: Function, args: Args, kwargs: Kwargs) -> objec
         number = (is_counted if weights is None else _select_label_weights(weights, labels, is_counted)).sum()
     elif reduction == "mean":
         total = total / (x.numel() // x.shape[axis])
-    return _MeanOverDevices.compute_result(total, number, mesh, shards)
+    return _MeanOverDevicesFunction.compute_with_optional_gradient(total, number, mesh, shards)
 
 
 def _check_loss_options(function: Function, x: Any, target: Any, weight: Any, options: Kwargs) -> None:
@@ -133,7 +133,7 @@ class _ShardedClassLoss:
         self, logs: torch.Tensor, labels: torch.Tensor, is_counted: Any, weights: Any, smoothing: float
     ) -> tuple[torch.Tensor, Any]:
         """Return this device's part of each row's loss, and a mask of the counted rows with a label in its shard."""
-        numbers, is_here = find_local_rows(labels, self._size, self._mesh, self._class_mesh_dims)
+        numbers, is_here = convert_to_local_rows(labels, self._size, self._mesh, self._class_mesh_dims)
         is_here = is_here & is_counted
         losses = -logs.gather(self._axis, numbers.unsqueeze(self._axis)).squeeze(self._axis)
         if weights is not None:
@@ -154,14 +154,14 @@ class _ShardedClassLoss:
 
     def _sum_over_local_classes(self, values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         if weights is not None:
-            here = list_shard_indices(self._size, self._mesh, self._class_mesh_dims, values.device)
+            here = list_local_indices_of_axis(self._size, self._mesh, self._class_mesh_dims, values.device)
             shape = [1] * values.ndim
             shape[self._axis] = -1
             values = values * weights[here].view(shape)
         return values.sum(self._axis)
 
 
-class _MeanOverDevices(CustomGradient):
+class _MeanOverDevicesFunction(SkippableAutogradFunction):
     """Sum local totals over mesh dims, and divide by the sum of their counts (if any), with one all-reduce per dim."""
 
     @staticmethod

@@ -19,12 +19,12 @@ from layoutmap.core.errors import EngineError
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import Ctx
 from layoutmap.engines.torch.changes import meshes
-from layoutmap.engines.torch.dtensor_ops.local_values import mark_local_tensor
+from layoutmap.engines.torch.dtensor_ops.local_values import record_if_local_tensor_is_shard
 from layoutmap.engines.torch.dtensor_ops.memories import check_no_slice_is_outdated
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Function
 from layoutmap.engines.torch.placing import (
-    CustomGradient,
+    SkippableAutogradFunction,
     is_replicated,
     make_replicated_placements,
     redistribute_if_needed,
@@ -32,16 +32,16 @@ from layoutmap.engines.torch.placing import (
     replace_partial_placements,
     replicate_gradient,
     replicate_tensor,
-    restore_axis_order,
+    restore_memory_axis_order,
 )
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
+    copy_spec_with_placements,
     get_axis,
     get_local,
     get_spec,
     make_dtensor,
     make_spec_from_shard,
-    replace_placements,
 )
 
 
@@ -53,10 +53,12 @@ def to_local(
     if tensor.device_mesh not in meshes:
         return original(tensor, grad_placements=grad_placements)
     check_no_slice_is_outdated("to_local", tensor)
-    local = _ToLocal.compute_result(tensor, _GradientPlacements(tensor.placements, grad_placements))
+    local = _ToLocalFunction.compute_with_optional_gradient(
+        tensor, _GradientPlacements(tensor.placements, grad_placements)
+    )
     if getattr(tensor, "_is_param", False):  # return the shard of a parameter as a parameter, as torch does
         local._is_param = True
-    return mark_local_tensor(local, tensor.placements)
+    return record_if_local_tensor_is_shard(local, tensor.placements)
 
 
 @skip_function_modes
@@ -68,12 +70,14 @@ def full_tensor(
         return original(tensor, grad_placements=grad_placements)
     check_no_slice_is_outdated("full_tensor", tensor)
     whole = redistribute_if_needed(tensor, make_replicated_placements(tensor.device_mesh))
-    local = _ToLocal.compute_result(whole, _GradientPlacements(whole.placements, grad_placements))
+    local = _ToLocalFunction.compute_with_optional_gradient(
+        whole, _GradientPlacements(whole.placements, grad_placements)
+    )
     if simulation.is_simulated():
         local = extract_first_rank_tensor(local)
         if is_replicated(tensor):
             local = local.clone()  # the result must not share memory with a simulated device
-    return mark_local_tensor(local, whole.placements)
+    return record_if_local_tensor_is_shard(local, whole.placements)
 
 
 @skip_function_modes
@@ -100,18 +104,18 @@ def redistribute(
             why="DTensor redistributes only on the tensor's own mesh, and would ignore another mesh",
             fix="use layoutmap.dtensor.relayout(tensor, layout), or the tensor's own mesh",
         )
-    with simulation.simulate_mesh(mesh):
+    with simulation.simulate_ranks_of_mesh(mesh):
         if placements is None or any(p.is_partial() for p in placements) or any(options.values()):
             return original(tensor, mesh, placements, **options)
-        return _redistribute_to_any_axes(tensor, placements)
+        return _redistribute_with_negative_axes(tensor, placements)
 
 
-def _redistribute_to_any_axes(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+def _redistribute_with_negative_axes(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """Redistribute a DTensor to placements, also with negative axes, and return it."""
-    return redistribute_tensor(tensor, [_normalize_axis(each, tensor.ndim) for each in placements])
+    return redistribute_tensor(tensor, [_normalize_placement_axis(each, tensor.ndim) for each in placements])
 
 
-def _normalize_axis(placement: Any, rank: int) -> Placement:
+def _normalize_placement_axis(placement: Any, rank: int) -> Placement:
     """Return a placement with a non-negative axis."""
     if getattr(placement, "dim", 0) >= 0:
         return placement
@@ -139,9 +143,9 @@ def from_local(
     if device_mesh is None or device_mesh not in meshes or _is_composite_tensor(local_tensor):
         return original(local_tensor, device_mesh, placements)
     local = local_tensor
-    with simulation.simulate_mesh(device_mesh):
+    with simulation.simulate_ranks_of_mesh(device_mesh):
         placements = make_replicated_placements(device_mesh) if placements is None else placements
-        wanted = tuple(_normalize_axis(each, local.ndim) for each in placements)
+        wanted = tuple(_normalize_placement_axis(each, local.ndim) for each in placements)
         if isinstance(local, DTensor):
             if not is_replicated(local):
                 raise EngineError(
@@ -150,7 +154,9 @@ def from_local(
                     why="from_local takes the local tensor of one device, which is only a part of this tensor",
                     fix="pass tensor.to_local(), or call tensor.redistribute(placements=...)",
                 )
-            local = _ToLocal.compute_result(local, _GradientPlacements(local.placements))
+            local = _ToLocalFunction.compute_with_optional_gradient(
+                local, _GradientPlacements(local.placements)
+            )
         _record_partial_gradient(local, wanted)
         if run_check or grad_placements is not None:
             return original(local, device_mesh, wanted)
@@ -164,14 +170,14 @@ def from_local(
                 )
             spec = make_spec_from_shard(device_mesh, wanted, local.shape, local.stride(), local.dtype)
         else:
-            spec = replace_placements(
+            spec = copy_spec_with_placements(
                 make_spec_from_shard(
                     device_mesh, tuple(make_replicated_placements(device_mesh)), shape, stride, local.dtype
                 ),
                 wanted,
                 local.dtype,
             )
-        return _FromLocal.compute_result(local, spec)
+        return _FromLocalFunction.compute_with_optional_gradient(local, spec)
 
 
 def _is_composite_tensor(local: torch.Tensor) -> bool:
@@ -195,11 +201,11 @@ def distribute_tensor(
     if device_mesh is None or device_mesh not in meshes:
         return original(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     wanted = make_replicated_placements(device_mesh) if placements is None else list(placements)
-    with simulation.simulate_mesh(device_mesh), simulation.use_simulated_group():
+    with simulation.simulate_ranks_of_mesh(device_mesh), simulation.set_simulated_default_group_temporarily():
         if isinstance(tensor, DTensor):
             if not (tensor.device_mesh == device_mesh and is_replicated(tensor) and tensor.is_leaf):
                 return original(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
-            made: Any = _redistribute_to_any_axes(tensor, wanted).detach()
+            made: Any = _redistribute_with_negative_axes(tensor, wanted).detach()
             return made.requires_grad_(tensor.requires_grad)
         if simulation.is_simulated() and simulation.get_first_local_tensor(tensor) is tensor:
             ranks = simulation.list_ranks(device_mesh)
@@ -207,7 +213,7 @@ def distribute_tensor(
         if type(simulation.get_first_local_tensor(tensor)) not in (torch.Tensor, torch.nn.Parameter):
             # While a graph is recorded, tensors have no values, and torch's implementation, which sends values, would
             # fail.
-            return _redistribute_to_any_axes(replicate_tensor(tensor.detach(), device_mesh), wanted)
+            return _redistribute_with_negative_axes(replicate_tensor(tensor.detach(), device_mesh), wanted)
         return original(tensor, device_mesh, wanted, src_data_rank=src_data_rank)
 
 
@@ -256,11 +262,11 @@ def extract_first_rank_tensor(local: torch.Tensor) -> torch.Tensor:
     return (
         local
         if simulation.get_first_local_tensor(local) is local
-        else _ExtractFirstRank.compute_result(local)
+        else _ExtractFirstRankFunction.compute_with_optional_gradient(local)
     )
 
 
-class _ToLocal(CustomGradient):
+class _ToLocalFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, gradient: _GradientPlacements) -> torch.Tensor:
         ctx.spec, ctx.gradient = get_spec(tensor), gradient
@@ -268,17 +274,17 @@ class _ToLocal(CustomGradient):
         return local.view_as(local)  # return a new tensor, because autograd attaches it to this function
 
     @staticmethod
-    def list_tensors_to_check(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def list_unchangeable_tensors(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ()
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        spec = replace_placements(ctx.spec, ctx.gradient.find_gradient_placements(), upstream[0].dtype)
+        spec = copy_spec_with_placements(ctx.spec, ctx.gradient.find_gradient_placements(), upstream[0].dtype)
         gradient = upstream[0].contiguous()  # an expanded gradient has zero strides, unlike its spec
-        return _FromLocal.compute_result(gradient, spec), None
+        return _FromLocalFunction.compute_with_optional_gradient(gradient, spec), None
 
 
-class _FromLocal(CustomGradient):
+class _FromLocalFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
         ctx.spec, ctx.is_one = (
@@ -287,22 +293,24 @@ class _FromLocal(CustomGradient):
         )
         if ctx.is_one:
             local = simulation.copy_to_ranks(local, simulation.list_ranks(spec.mesh))
-        return make_dtensor(restore_axis_order(local.detach(), spec), spec)
+        return make_dtensor(restore_memory_axis_order(local.detach(), spec), spec)
 
     @staticmethod
-    def list_tensors_to_check(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def list_unchangeable_tensors(tensor: torch.Tensor, result: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ()
 
     @staticmethod
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         wanted = replace_partial_placements(ctx.spec.placements)
         gradient = redistribute_if_needed(replicate_gradient(upstream[0], ctx.spec.mesh), wanted)
-        local = _ToLocal.compute_result(gradient, _GradientPlacements(ctx.spec.placements))
+        local = _ToLocalFunction.compute_with_optional_gradient(
+            gradient, _GradientPlacements(ctx.spec.placements)
+        )
         is_same = ctx.is_one and all(each.is_replicate() for each in wanted)
         return extract_first_rank_tensor(local) if is_same else local, None
 
 
-class _ExtractFirstRank(CustomGradient):
+class _ExtractFirstRankFunction(SkippableAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, local: torch.Tensor) -> torch.Tensor:
         ctx.ranks = tuple(simulation.get_tensors_by_rank(local))

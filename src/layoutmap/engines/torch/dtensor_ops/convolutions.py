@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from layoutmap.engines.torch.dtensor_ops.shards import (
-    find_axes_to_shard,
+    find_axes_that_stay_sharded,
     find_device_mesh,
-    reshard_to_local,
+    redistribute_to_local_shard,
     wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -23,17 +23,17 @@ def _compute_convolution(function: Function, args: Args, kwargs: Kwargs) -> obje
     mesh = find_device_mesh((x, weight, bias))
     batched = x.ndim == weight.ndim  # False: the input has no batch axis
     out_axis = 1 if "output_padding" in names else 0  # output channel axis of the weight
-    batch = find_axes_to_shard([x], mesh, [0] if batched else [])
+    batch = find_axes_that_stay_sharded([x], mesh, [0] if batched else [])
     # A grouped convolution reads only a part of the input channels for each output channel, so keep channels
     # replicated.
     channel_axes = [out_axis] if given.get("groups", 1) == 1 else []
-    channels = find_axes_to_shard([weight], mesh, channel_axes, excluded_mesh_dims=batch)
+    channels = find_axes_that_stay_sharded([weight], mesh, channel_axes, excluded_mesh_dims=batch)
     of_bias = dict.fromkeys(channels, 0)
     apart = {**batch, **channels}
     local = function(
-        reshard_to_local(x, mesh, batch, apart),
-        reshard_to_local(weight, mesh, channels, apart),
-        None if bias is None else reshard_to_local(bias, mesh, of_bias, apart),
+        redistribute_to_local_shard(x, mesh, batch, apart),
+        redistribute_to_local_shard(weight, mesh, channels, apart),
+        None if bias is None else redistribute_to_local_shard(bias, mesh, of_bias, apart),
         **given,
     )
     return wrap_shards_as_dtensor(local, mesh, {**batch, **dict.fromkeys(channels, 1 if batched else 0)})

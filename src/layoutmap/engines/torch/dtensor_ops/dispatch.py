@@ -28,7 +28,7 @@ from layoutmap.engines.torch.operators import (
     is_pure_view,
     list_written_arguments,
 )
-from layoutmap.engines.torch.placing import restore_axis_order
+from layoutmap.engines.torch.placing import restore_memory_axis_order
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, set_local_tensor
 from layoutmap.engines.torch.trees import tree_leaves
 
@@ -83,10 +83,10 @@ def list_planned_specs(output_sharding: object) -> list[DTensorSpec]:
     if not isinstance(output_sharding, OutputSharding):
         return []
     found = [each for each in tree_leaves(output_sharding.output_spec) if isinstance(each, DTensorSpec)]
-    return found + list_argument_specs(output_sharding)
+    return found + list_redistributed_argument_specs(output_sharding)
 
 
-def list_argument_specs(output_sharding: object) -> list[DTensorSpec]:
+def list_redistributed_argument_specs(output_sharding: object) -> list[DTensorSpec]:
     """Return the specs to which DTensor would redistribute arguments of an operator. The list may be empty."""
     schema = output_sharding.redistribute_schema if isinstance(output_sharding, OutputSharding) else None
     found = () if schema is None else tree_leaves((schema.args_schema, schema.kwargs_schema))
@@ -141,9 +141,9 @@ class OperatorDispatchPatch:
         # DTensor computes these operators by handlers, without sharding rules, so wrap the handlers.
         for name in _ALWAYS_ANSWERED:
             op: Any = functools.reduce(getattr, name.split("."), torch.ops.aten)
-            handler = functools.partial(_answer_for_handled_operator, self._answer, _ORIGINAL_HANDLERS[op])
+            handler = functools.partial(_compute_operator_with_handler, self._answer, _ORIGINAL_HANDLERS[op])
             _DISPATCHER._custom_op_handlers[op] = handler
-        setattr(_Planner, _SEARCH, _find_cheapest_path)
+        setattr(_Planner, _SEARCH, _find_cheapest_redistribution_path)
         _clear_operator_caches()  # remove answers that DTensor cached before the guard was installed
 
     def remove(self) -> None:
@@ -168,7 +168,7 @@ _SEARCHES = threading.RLock()
 _LayoutPath = tuple[Any, ...]
 
 
-def _find_cheapest_path(planner: Any, source: Any, target: Any) -> list[object]:
+def _find_cheapest_redistribution_path(planner: Any, source: Any, target: Any) -> list[object]:
     """Return the layouts on the cheapest path from `source` to `target`, by resuming the last search from this source.
 
     Torch begins anew for each target: the first step of a small model on three mesh dims took a minute.
@@ -239,7 +239,7 @@ def _redistribute_arguments(info: Any, schema: Any, *options: object) -> None:
     for place, (held, wanted) in enumerate(zip(info.flat_args_schema, found, strict=False)):
         if isinstance(held, DTensorSpec) and held != wanted:
             before, after = info.local_args[:place], info.local_args[place + 1 :]
-            info.local_args = (*before, restore_axis_order(info.local_args[place], wanted), *after)
+            info.local_args = (*before, restore_memory_axis_order(info.local_args[place], wanted), *after)
 
 
 def _record_changes_and_return_results(
@@ -256,7 +256,7 @@ def _record_changes_and_return_results(
     return _ORIGINALS[_TAIL](_DISPATCHER, op, args, kwargs, *others)
 
 
-def _answer_for_handled_operator(
+def _compute_operator_with_handler(
     answer: Function, handler: Function, op: OpOverload, args: Args, kwargs: Kwargs
 ) -> object:
     """Let `answer` compute an operator for which DTensor has a handler instead of a sharding rule."""

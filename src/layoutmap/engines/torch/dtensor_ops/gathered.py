@@ -169,7 +169,7 @@ def _create_tensor_from_list(function: Function, args: Args, kwargs: Kwargs) -> 
     )
 
 
-def compute_product(function: Function, args: Args, kwargs: Kwargs) -> object:
+def compute_prod(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Compute `prod`. Its backward pass raises if the input or the result was changed through `tensor.data`."""
     given = dict(kwargs)
     x = args[0] if args else given.pop("input")
@@ -189,7 +189,7 @@ GATHERED: dict[object, Function] = {
         (torch.quantile, _TENSOR.quantile, torch.nanquantile, _TENSOR.nanquantile),
         compute_on_gathered_tensors,
     ),
-    torch.prod: compute_product,
+    torch.prod: compute_prod,
     **dict.fromkeys((torch.tensor_split, _TENSOR.tensor_split), _compute_tensor_split),
     **dict.fromkeys(
         (torch.tensor, torch.as_tensor, torch.asarray, _TENSOR.new_tensor), _create_tensor_from_list

@@ -25,8 +25,8 @@ from layoutmap.engines.torch.changes import install_patches, meshes
 from layoutmap.engines.torch.dtensor_ops.dispatch import (
     OperatorDispatchPatch,
     decompose_and_compute,
-    list_argument_specs,
     list_planned_specs,
+    list_redistributed_argument_specs,
     replace_argument_by_view,
 )
 from layoutmap.engines.torch.dtensor_ops.gathered import (
@@ -57,7 +57,7 @@ from layoutmap.engines.torch.operators import (
 )
 from layoutmap.engines.torch.placing import (
     gather_if_sharded,
-    has_no_gaps,
+    has_no_memory_gaps,
     is_replicated,
     make_replicated_placements,
     redistribute_if_needed,
@@ -84,13 +84,13 @@ _RESHAPING_IN_PLACE = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 """In-place operators that change a tensor's shape. Without the underscore they return views."""
 
 
-class _ShardingQuery(threading.local):
+class _ShardingRuleState(threading.local):
     """Record whether this thread runs DTensor's sharding rules, which call operators on tensors without values."""
 
     is_running = False
 
     @contextmanager
-    def mark_query_running_temporarily(self) -> Generator[None]:
+    def mark_sharding_rule_running_temporarily(self) -> Generator[None]:
         before, self.is_running = self.is_running, True
         try:
             yield
@@ -98,7 +98,7 @@ class _ShardingQuery(threading.local):
             self.is_running = before
 
 
-sharding_query = _ShardingQuery()
+sharding_query = _ShardingRuleState()
 
 
 def correct_operators_on_mesh(device_mesh: DeviceMesh) -> None:
@@ -132,7 +132,7 @@ def has_corrected_operators(device_mesh: DeviceMesh) -> bool:
 @skip_function_modes
 @torch.no_grad()
 # DTensor computes some operators incorrectly, so use its answer only for proven operators (decisions/0057).
-def _answer_operator(
+def _compute_proven_or_corrected_operator(
     compute_by_dtensor: Function, op: OpOverload, args: Args, kwargs: Kwargs, mesh: DeviceMesh
 ) -> object:
     """Return DTensor's own answer for an operator if it is proven to be correct, or else layoutmap's result."""
@@ -216,9 +216,13 @@ def _compute_operator(
     is_extreme = name in _EXTREMES or _is_extreme_norm(name, args)
     is_uneven = is_extreme and not all(has_even_shards(get_spec(each)) for each in tensors)
     can_compute = not (is_empty or is_filled or is_uneven)
-    if _is_proven_operator(op, name, args, kwargs) and _has_safe_placements(tensors, name) and can_compute:
+    if (
+        _has_proven_sharding_rule(op, name, args, kwargs)
+        and _has_safe_placements(tensors, name)
+        and can_compute
+    ):
         try:
-            with sharding_query.mark_query_running_temporarily():
+            with sharding_query.mark_sharding_rule_running_temporarily():
                 answer = compute_by_dtensor()
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"
@@ -226,7 +230,7 @@ def _compute_operator(
             is_even = all(map(has_even_shards, list_planned_specs(answer))) or not all(
                 has_even_shards(get_spec(each)) for each in tensors
             )
-            becomes_sum = _needs_shard_as_partial_sum(tensors, list_argument_specs(answer))
+            becomes_sum = _needs_shard_as_partial_sum(tensors, list_redistributed_argument_specs(answer))
             if is_even and not becomes_sum:
                 return answer
             what = "convert a sharded argument to a sum" if becomes_sum else "shard its arguments unevenly"
@@ -261,7 +265,7 @@ def _is_extreme_norm(name: str, args: Args) -> bool:
     return name in ("linalg_vector_norm", "_foreach_norm") and len(args) > 1 and not 0 <= args[1] < math.inf
 
 
-def _is_proven_operator(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
+def _has_proven_sharding_rule(op: OpOverload, name: str, args: Args, kwargs: Kwargs) -> bool:
     """Return whether DTensor's rule for an operator is proven correct. Rules outside `aten` count as proven."""
     if name in REDUCTIONS:
         position = list_argument_names(op).index("reduction")
@@ -330,7 +334,7 @@ def _needs_global_strides(name: str, tensor: torch.Tensor) -> bool:
     """Return whether `as_strided` needs strides that the local tensor lacks. Raise if a copy cannot have them."""
     if name != "as_strided" or get_local(tensor).stride() == (strides := tensor.stride()):
         return False
-    if not has_no_gaps(tensor.shape, strides):
+    if not has_no_memory_gaps(tensor.shape, strides):
         raise EngineError(
             "as_strided cannot view a slice or an expanded tensor that was gathered or summed up",
             facts={"shape": tuple(tensor.shape), "strides": tuple(strides)},
@@ -382,4 +386,6 @@ def _write_gathered_result(op: OpOverload, old: DTensor, new: torch.Tensor) -> N
     _write_copies_back(op, [old], (old,), {})
 
 
-OPERATOR_DISPATCH_PATCH = OperatorDispatchPatch(_answer_operator, _write_copies_back, _record_copy_for_view)
+OPERATOR_DISPATCH_PATCH = OperatorDispatchPatch(
+    _compute_proven_or_corrected_operator, _write_copies_back, _record_copy_for_view
+)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from layoutmap.engines.torch.backward import AutogradFunction, Ctx
+from layoutmap.engines.torch.backward import Ctx, TypedAutogradFunction
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import (
     redistribute_tensor,
@@ -50,7 +50,7 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
     if plan is None:
         result = function(*args, **kwargs)
         return result if result.ndim else reduce_if_partial(result)
-    return _Linear.apply(*tensors, plan)
+    return _LinearFunction.apply(*tensors, plan)
 
 
 class _ProductPlan(NamedTuple):
@@ -113,7 +113,7 @@ def _plan_local_product(x: DTensorSpec, weight: DTensorSpec, bias: DTensorSpec |
     )
 
 
-class _Linear(AutogradFunction):
+class _LinearFunction(TypedAutogradFunction):
     @staticmethod
     def forward(
         ctx: Ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: _ProductPlan

@@ -27,7 +27,7 @@ _marks: Any = WeakIdKeyDictionary()
 """For each local tensor, whether it differs between devices."""
 
 
-def mark_local_tensor(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
+def record_if_local_tensor_is_shard(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
     """Record, for the local tensor of a DTensor, whether it differs between devices, and return the local tensor."""
     differs = not all(each.is_replicate() for each in placements)
     if (
@@ -37,7 +37,7 @@ def mark_local_tensor(local: torch.Tensor, placements: Sequence[Placement]) -> t
     return local
 
 
-def _list_shard_marks(values: object) -> list[bool]:
+def _list_shard_records(values: object) -> list[bool]:
     """Return, for each recorded local tensor among some values, whether it differs between devices."""
     leaves = tree_leaves(values) if _marks else ()
     return [_marks[each] for each in leaves if isinstance(each, torch.Tensor) and each in _marks]
@@ -45,15 +45,15 @@ def _list_shard_marks(values: object) -> list[bool]:
 
 def has_local_tensor(values: object) -> bool:
     """Return whether some values contain a recorded local tensor of a DTensor."""
-    return bool(_list_shard_marks(values))
+    return bool(_list_shard_records(values))
 
 
 def has_shard(values: object) -> bool:
     """Return whether some values contain a tensor that differs between devices."""
-    return any(_list_shard_marks(values))
+    return any(_list_shard_records(values))
 
 
-def mark_local_results(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
+def record_which_results_are_shards(function: Function, args: Args, kwargs: Kwargs, result: Any) -> Any:
     """Return the results of a function of local tensors, after recording whether they differ between devices."""
     differs = has_shard((args, kwargs))
     for each in tree_leaves((result, args[:1] if is_in_place(function) else (), kwargs.get("out"))):

@@ -17,7 +17,11 @@ from torch.nn import functional as F
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
-from layoutmap.engines.torch.dtensor_ops.shards import find_axes_to_shard, make_placements, reshard_to_local
+from layoutmap.engines.torch.dtensor_ops.shards import (
+    find_axes_that_stay_sharded,
+    make_placements,
+    redistribute_to_local_shard,
+)
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.placing import make_dtensor_from_shards, reduce_if_partial
 from layoutmap.engines.torch.specs import get_local, get_spec
@@ -53,11 +57,11 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
         return reduce_if_partial(function(**given))
     check_index_range(rows, table.shape[0], "embedding")
     mesh = table.device_mesh
-    apart = find_axes_to_shard([rows], mesh, range(rows.ndim))
-    along = find_axes_to_shard([table], mesh, (0, 1), excluded_mesh_dims=apart, uneven_axes=(0, 1))
-    shard = reshard_to_local(table, mesh, along, apart)
-    rows = reshard_to_local(rows, mesh, apart, ())
-    here, is_here = find_local_rows(
+    apart = find_axes_that_stay_sharded([rows], mesh, range(rows.ndim))
+    along = find_axes_that_stay_sharded([table], mesh, (0, 1), excluded_mesh_dims=apart, uneven_axes=(0, 1))
+    shard = redistribute_to_local_shard(table, mesh, along, apart)
+    rows = redistribute_to_local_shard(rows, mesh, apart, ())
+    here, is_here = convert_to_local_rows(
         rows, table.shape[0], mesh, [dim for dim, axis in along.items() if axis == 0]
     )
     found = F.embedding(here, shard).where(is_here[..., None], 0)
@@ -66,7 +70,9 @@ def _compute_embedding(function: Function, args: Args, kwargs: Kwargs) -> torch.
         found = torch.where(is_padding[..., None], found.detach(), found)  # the padding row gets no gradient
     columns = {dim: rows.ndim for dim, axis in along.items() if axis == 1}
     shape = (*given["input"].shape, table.shape[1])
-    return sum_shards(found, mesh, {**apart, **columns}, along.keys() - columns.keys(), shape)
+    return sum_local_tensors_to_dtensor(
+        found, mesh, {**apart, **columns}, along.keys() - columns.keys(), shape
+    )
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -80,36 +86,38 @@ def _compute_gather(function: Function, args: Args, kwargs: Kwargs) -> object:
     axis, mesh = given["dim"] % x.ndim, x.device_mesh
     check_index_range(index, x.shape[axis], "gather", axis)
     apart: dict[int, int] = {}
-    if _set_size_to_1(x.shape, axis) == _set_size_to_1(index.shape, axis):
-        apart = find_axes_to_shard([x, index], mesh, set(range(x.ndim)) - {axis})
-    along = find_axes_to_shard([x], mesh, {axis}, excluded_mesh_dims=apart, uneven_axes={axis})
-    shard = reshard_to_local(x, mesh, {**apart, **along}, apart)
-    index = reshard_to_local(index, mesh, apart, ())
-    here, is_here = find_local_rows(index, x.shape[axis], mesh, along)
-    return sum_shards(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
+    if _copy_shape_with_size_1(x.shape, axis) == _copy_shape_with_size_1(index.shape, axis):
+        apart = find_axes_that_stay_sharded([x, index], mesh, set(range(x.ndim)) - {axis})
+    along = find_axes_that_stay_sharded([x], mesh, {axis}, excluded_mesh_dims=apart, uneven_axes={axis})
+    shard = redistribute_to_local_shard(x, mesh, {**apart, **along}, apart)
+    index = redistribute_to_local_shard(index, mesh, apart, ())
+    here, is_here = convert_to_local_rows(index, x.shape[axis], mesh, along)
+    return sum_local_tensors_to_dtensor(shard.gather(axis, here).where(is_here, 0), mesh, apart, along)
 
 
-def find_local_rows(
+def convert_to_local_rows(
     index: torch.Tensor, size: int, mesh: DeviceMesh, mesh_dims: Collection[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert global row numbers to row numbers of this shard. Return them, and a mask of the rows in this shard.
 
     The indexed axis has `size` elements on all devices, and is sharded over the mesh dims at these positions.
     """
-    numbers = list_shard_indices(size, mesh, mesh_dims, index.device)
+    numbers = list_local_indices_of_axis(size, mesh, mesh_dims, index.device)
     is_here = (index >= numbers[0]) & (index <= numbers[-1])
     # Replace an index outside of this shard by any valid one, because the mask removes its row later.
     return (index - numbers[0]).clamp(min=0).minimum(numbers[-1] - numbers[0]), is_here
 
 
-def list_shard_indices(
+def list_local_indices_of_axis(
     size: int, mesh: DeviceMesh, mesh_dims: Collection[int], device: torch.device
 ) -> torch.Tensor:
-    """Return the global indices along an axis that this device's shard contains (see `find_local_rows`)."""
-    return reshard_to_local(torch.arange(size, device=device), mesh, dict.fromkeys(mesh_dims, 0), ())
+    """Return the global indices along an axis that this device's shard contains (see `convert_to_local_rows`)."""
+    return redistribute_to_local_shard(
+        torch.arange(size, device=device), mesh, dict.fromkeys(mesh_dims, 0), ()
+    )
 
 
-def sum_shards(
+def sum_local_tensors_to_dtensor(
     local: torch.Tensor,
     mesh: DeviceMesh,
     axes_by_mesh_dim: Mapping[int, int],
@@ -130,7 +138,7 @@ def _compute_take_along_dim(function: Function, args: Args, kwargs: Kwargs) -> o
     if axis is None or x.ndim != index.ndim or not is_axis_sharded(x, axis):
         return function(*args, **kwargs)
     axis %= x.ndim
-    shapes = _set_size_to_1(x.shape, axis), _set_size_to_1(index.shape, axis)
+    shapes = _copy_shape_with_size_1(x.shape, axis), _copy_shape_with_size_1(index.shape, axis)
     shape = torch.broadcast_shapes(*shapes)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     x, index = (each.expand(*shape[:axis], each.shape[axis], *shape[axis + 1 :]) for each in (x, index))
     return _compute_gather(torch.gather, (x, axis, index.remainder(x.shape[axis])), {})
@@ -150,7 +158,7 @@ def is_axis_sharded(tensor: torch.Tensor, axis: int) -> bool:
     return any(placement.is_shard(axis % tensor.ndim) for placement in get_spec(tensor).placements)
 
 
-def _set_size_to_1(shape: Sequence[int], axis: int) -> list[int]:
+def _copy_shape_with_size_1(shape: Sequence[int], axis: int) -> list[int]:
     return [*shape[:axis], 1, *shape[axis + 1 :]]
 
 

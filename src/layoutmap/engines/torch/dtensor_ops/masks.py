@@ -94,12 +94,14 @@ def _find_axis_indices(
         if getattr(placement, "dim", None) != axis:
             continue
         strides = getattr(placement, "split_factor", 1)
-        parts = [_take_chunk(_take_chunk(indices, strides, i), number, coordinate) for i in range(strides)]
+        parts = [
+            _select_chunk(_select_chunk(indices, strides, i), number, coordinate) for i in range(strides)
+        ]
         indices = parts[0] if strides == 1 else tuple(place for part in parts for place in part)
     return indices
 
 
-def _take_chunk(indices: Sequence[int], num_chunks: int, chunk: int) -> Sequence[int]:
+def _select_chunk(indices: Sequence[int], num_chunks: int, chunk: int) -> Sequence[int]:
     length = -(-len(indices) // num_chunks)
     return indices[chunk * length : (chunk + 1) * length]
 

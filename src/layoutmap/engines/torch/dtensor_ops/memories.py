@@ -27,7 +27,7 @@ from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload
 from layoutmap.engines.torch.placing import find_reachable_placements, redistribute_if_needed
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_meta, get_spec, make_dtensor
-from layoutmap.engines.torch.storages import get_base
+from layoutmap.engines.torch.storages import get_base_tensor
 from layoutmap.engines.torch.trees import tree_leaves
 from layoutmap.engines.torch.unseen import get_storage, has_hidden_changes, increment_change_counter
 
@@ -80,7 +80,7 @@ def record_copy(source: torch.Tensor, copy: torch.Tensor) -> None:
     }
     # Make a new DTensor, because the source would keep its autograd graph in memory.
     own = make_dtensor(get_local(source), get_spec(source))
-    origin = _CopyOrigin(own, weakref.ref(get_base(source)), get_spec(copy), geometries)
+    origin = _CopyOrigin(own, weakref.ref(get_base_tensor(source)), get_spec(copy), geometries)
     setattr(copy_storage, _ORIGIN, origin)
     vars(source_storage).setdefault(_COPIES, weakref.WeakSet()).add(copy_storage)
     copied.add(copy_storage)
@@ -88,14 +88,14 @@ def record_copy(source: torch.Tensor, copy: torch.Tensor) -> None:
         _mark_copy_as_outdated(copy_storage, is_counted_by_autograd=True)
 
 
-def _get_origin(storage: torch.UntypedStorage) -> _CopyOrigin | None:
+def _get_copy_origin(storage: torch.UntypedStorage) -> _CopyOrigin | None:
     return getattr(storage, _ORIGIN, None)
 
 
 def _iterate_source_storages(storage: torch.UntypedStorage) -> Generator[torch.UntypedStorage]:
     """Yield a storage, then the storage that it is a copy of, and so on."""
     yield storage
-    while (origin := _get_origin(storage)) is not None:
+    while (origin := _get_copy_origin(storage)) is not None:
         yield (storage := get_storage(origin.source))
 
 
@@ -110,7 +110,9 @@ def write_changed_copies_back(op: OpOverload, changed: list[DTensor]) -> None:
     """
     name = format_function_name(op)
     tensors = {id(get_storage(each)): each for each in changed}.values()  # one tensor for each storage
-    parts = [(each, origin) for each in tensors if (origin := _get_origin(get_storage(each))) is not None]
+    parts = [
+        (each, origin) for each in tensors if (origin := _get_copy_origin(get_storage(each))) is not None
+    ]
     check_no_slice_is_outdated(name, [part for part, _ in parts])
     for part, origin in parts:
         _check_copy_can_be_written_back(name, part, origin, [each for each in tensors if each is not part])

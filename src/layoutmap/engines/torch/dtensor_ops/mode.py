@@ -56,7 +56,7 @@ from layoutmap.engines.torch.dtensor_ops.local_values import (
     has_local_tensor,
     has_shard,
     make_shard_error,
-    mark_local_results,
+    record_which_results_are_shards,
 )
 from layoutmap.engines.torch.dtensor_ops.lookups import LOOKUPS
 from layoutmap.engines.torch.dtensor_ops.losses import LOSSES
@@ -69,13 +69,13 @@ from layoutmap.engines.torch.dtensor_ops.norms import NORMS
 from layoutmap.engines.torch.dtensor_ops.randomness import RANDOM, RANDOM_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.recurrent import RECURRENT
 from layoutmap.engines.torch.dtensor_ops.rows import ROWS
-from layoutmap.engines.torch.dtensor_ops.slices import assign_item, keep_gradient_layout
+from layoutmap.engines.torch.dtensor_ops.slices import assign_item, restore_gradient_layout_in_backward
 from layoutmap.engines.torch.dtensor_ops.softmax import SOFTMAX
 from layoutmap.engines.torch.dtensor_ops.unwrap_python import copy_without_override_check, has_override_check
 from layoutmap.engines.torch.modes import disable_function_modes, skip_function_modes, suspend_function_modes
 from layoutmap.engines.torch.operators import OPERATORS, Args, Function, Kwargs
 from layoutmap.engines.torch.placing import reduce_if_partial, replicate_tensor
-from layoutmap.engines.torch.storages import get_base
+from layoutmap.engines.torch.storages import get_base_tensor
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 
 with ImportErrorConverter("torch"):
@@ -148,7 +148,7 @@ class _DTensorFunctionMode(TorchFunctionMode):
                 return func(*args, **kwargs)
         if outdated:
             check_no_slice_is_outdated(format_function_name(func), (args, kwargs))
-        known = _classify_function(func, self._draws_by_shards)
+        known = _determine_function_traits(func, self._draws_by_shards)
         if known.is_backward:
             # Leave other modes, because they would see DTensor's internal operations as operations of the program.
             with suspend_function_modes(), self:
@@ -207,7 +207,7 @@ class _FunctionTraits:
 
 
 @functools.lru_cache(maxsize=4096)
-def _classify_function(func: Function, draws_by_shards: bool) -> _FunctionTraits:
+def _determine_function_traits(func: Function, draws_by_shards: bool) -> _FunctionTraits:
     """Return the properties of a torch function. `draws_by_shards` selects handlers that draw masks by shards."""
     handler = _HANDLERS_BY_SHARDS.get(func) if draws_by_shards else None
     return _FunctionTraits(
@@ -228,7 +228,7 @@ def _compute_on_local_tensors(function: Function, args: Args, kwargs: Kwargs) ->
         lambda each: each.to_local() if isinstance(each, DTensor) else each, (tuple(args), kwargs)
     )
     with disable_function_modes():
-        return mark_local_results(function, args, kwargs, function(*args, **kwargs))
+        return record_which_results_are_shards(function, args, kwargs, function(*args, **kwargs))
 
 
 # Python functions that only call a function that DTensor supports, so they are computed without unwrapping.
@@ -260,9 +260,9 @@ def _compute_without_handler(
             args, kwargs = drop_empty_tensors(args, kwargs)
         result = function(*args, **kwargs)
         for each in changed:
-            if get_base(each) is not each:
-                keep_gradient_layout(each)
-        if not changed and type(result) is DTensor and result.ndim == 0 and get_base(result) is result:
+            if get_base_tensor(each) is not each:
+                restore_gradient_layout_in_backward(each)
+        if not changed and type(result) is DTensor and result.ndim == 0 and get_base_tensor(result) is result:
             # Reduce a scalar at once if it is a partial sum, because a program may read its loss outside of all modes.
             return reduce_if_partial(result)
         return result

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
 from layoutmap.engines.torch.dtensor_ops.shards import (
-    find_axes_to_shard,
+    find_axes_that_stay_sharded,
     find_device_mesh,
     make_shard_handler,
-    reshard_to_local,
+    redistribute_to_local_shard,
     wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -38,10 +38,12 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
         return compute_on_gathered_tensors(function, args, kwargs)
     of_channels = {name: given[name] for name in names[1:5] if given.get(name) is not None}
     mesh = find_device_mesh((x, *of_channels.values()))
-    kept = find_axes_to_shard([x], mesh, range(x.ndim))
+    kept = find_axes_that_stay_sharded([x], mesh, range(x.ndim))
     channels = {dim: 0 for dim, axis in kept.items() if axis == 1}
-    local = {name: reshard_to_local(each, mesh, channels, kept) for name, each in of_channels.items()}
-    y, eps = reshard_to_local(x, mesh, kept, kept), given.get("eps", 1e-5)
+    local = {
+        name: redistribute_to_local_shard(each, mesh, channels, kept) for name, each in of_channels.items()
+    }
+    y, eps = redistribute_to_local_shard(x, mesh, kept, kept), given.get("eps", 1e-5)
     if not given.get("training", False) and "running_mean" in local:  # evaluation needs no sums over devices
         return wrap_shards_as_dtensor(function(y, **local, eps=eps), mesh, kept)
     count = x.numel() // x.shape[1]
@@ -57,7 +59,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
     # The running variance is the unbiased one, so multiply the variance by count / (count - 1).
     for name, value in (("running_mean", mean), ("running_var", variance * (count / (count - 1)))):
         value = wrap_shards_as_dtensor(value.detach().flatten(), mesh, channels)
-        _update_running_value(given.get(name), value, given.get("momentum", 0.1))
+        _update_running_statistic(given.get(name), value, given.get("momentum", 0.1))
     y = y * torch.rsqrt(variance + eps)
     if "weight" in local:
         y = y * local["weight"].view(mean.shape)
@@ -67,7 +69,7 @@ def _compute_batch_norm(function: Function, args: Args, kwargs: Kwargs) -> objec
 
 
 @torch.no_grad()
-def _update_running_value(running: torch.Tensor | None, value: Any, momentum: float) -> None:
+def _update_running_statistic(running: torch.Tensor | None, value: Any, momentum: float) -> None:
     """Update a running statistic with the value of a batch, in place."""
     if running is None:
         return
@@ -93,7 +95,9 @@ def _compute_instance_norm(function: Function, args: Args, kwargs: Kwargs) -> ob
                 mean = reduce_if_partial(y.mean(axes, keepdim=True))
                 variance = reduce_if_partial(((y - mean) ** 2).mean(axes)) * (count / (count - 1))
                 for each, value in zip(running, (mean.flatten(1), variance), strict=True):
-                    _update_running_value(each, reduce_if_partial(value.mean(0)), given.get("momentum", 0.1))
+                    _update_running_statistic(
+                        each, reduce_if_partial(value.mean(0)), given.get("momentum", 0.1)
+                    )
     return _COMPUTE_BY_EXAMPLE(function, (x,), given)
 
 

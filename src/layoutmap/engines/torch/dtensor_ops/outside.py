@@ -35,7 +35,7 @@ from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.changes import install_patches
 from layoutmap.engines.torch.dtensor_ops import conversions
-from layoutmap.engines.torch.dtensor_ops.gathered import compute_product, gather_and_wait
+from layoutmap.engines.torch.dtensor_ops.gathered import compute_prod, gather_and_wait
 from layoutmap.engines.torch.dtensor_ops.guard import (
     correct_operators_on_mesh,
     has_corrected_operators,
@@ -131,7 +131,10 @@ def _assign_item(original: Callable[..., None], tensor: DTensor, index: object, 
     if not has_corrected_operators(tensor.device_mesh):
         original(tensor, index, value)
         return
-    with simulation.simulate_mesh(tensor.device_mesh), enable_dtensor_ops_temporarily(tensor.device_mesh):
+    with (
+        simulation.simulate_ranks_of_mesh(tensor.device_mesh),
+        enable_dtensor_ops_temporarily(tensor.device_mesh),
+    ):
         original(tensor, index, value)
 
 
@@ -234,7 +237,7 @@ def _count_flops(
     return NotImplemented  # DTensor then calls operators on shards, which the mode counts
 
 
-def _register_hook(original: Function, tensor: DTensor, hook: Function) -> object:
+def _register_tensor_hook(original: Function, tensor: DTensor, hook: Function) -> object:
     """Replace `tensor.register_hook(hook)`: refuse a hook that returns a shard as the gradient."""
 
     @functools.wraps(hook)
@@ -336,12 +339,12 @@ _PATCHES = (
     _make_method_patch("to_local", conversions.to_local),
     AttributePatch(DTensor, "from_local", _make_static_method_factory(conversions.from_local)),
     _DistributeTensorPatch(),
-    _make_method_patch("register_hook", _register_hook),
+    _make_method_patch("register_hook", _register_tensor_hook),
     _make_method_patch("_unpack_none", _check_hook_results, BackwardHook),
     _make_method_patch("numpy", _call_on_gathered_tensor),
     _make_method_patch("tolist", _call_on_gathered_tensor),
     _make_method_patch("__format__", _format_scalar),
-    _make_method_patch("prod", lambda original, *args, **kwargs: compute_product(original, args, kwargs)),  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
+    _make_method_patch("prod", lambda original, *args, **kwargs: compute_prod(original, args, kwargs)),  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     _make_method_patch("__torch_dispatch__", _count_flops, FlopCounting),
     _make_method_patch("_zeropower_via_newtonschulz", _compute_muon_update, _of_muon),
     _ReplicateUnshardedPatch(),

@@ -3,7 +3,7 @@
 So dropout gives the same result on any mesh as on one device, and leaves the default generator in the same state. In
 DTensor, each device draws its own numbers (pytorch/pytorch#168058). With `draws="tiles"`, each device draws only its
 shard of a dropout mask: see `masks`. All processes must have the same seed.
-`check_equal_draws` compares the states of their generators.
+`check_equal_random_draws_in_block` compares the states of their generators.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
-from layoutmap.engines.agreement import Gather, compare_texts
+from layoutmap.engines.agreement import Gather, gather_unequal_texts_and_checksums
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors, is_in_place
 from layoutmap.engines.torch.dtensor_ops.masks import draw_sharded_mask
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -36,7 +36,7 @@ from layoutmap.engines.torch.trees import tree_map
 
 
 @contextmanager
-def check_equal_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
+def check_equal_random_draws_in_block(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
     """Raise at the end of the block if random numbers drawn in it differ between processes.
 
     Args:
@@ -48,7 +48,7 @@ def check_equal_draws(mesh: DeviceMesh, gather: Gather) -> Generator[None]:
     """
     state = _hash_generator_states(mesh.device_type)
     yield
-    said, _ = compare_texts(
+    said, _ = gather_unequal_texts_and_checksums(
         f"from state {state:08x}" if _hash_generator_states(mesh.device_type) != state else "no numbers",
         gather,
     )
@@ -70,7 +70,7 @@ def _hash_generator_states(device_type: str) -> int:
     return compute_checksum(*(state.numpy() for state in states))
 
 
-def _allocate_like(tensor: torch.Tensor) -> torch.Tensor:
+def _allocate_unsharded_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return an unsharded tensor with a DTensor's shape, strides, and dtype. Random numbers depend on the strides."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
@@ -81,7 +81,7 @@ def _compute_dropout(function: Function, args: Args, kwargs: Kwargs) -> object:
     if not train or p == 0:
         return x  # draw no random numbers, because torch draws none either
     plain = torch.dropout if "feature" not in function.__name__ else torch.feature_dropout
-    mask = shard_like(plain(_allocate_like(x).fill_(1), p, True), x)
+    mask = shard_like(plain(_allocate_unsharded_like(x).fill_(1), p, True), x)
     return x.mul_(mask) if is_in_place(function) else x * mask
 
 
@@ -117,7 +117,7 @@ def _compute_dropout_by_shards(function: Function, args: Args, kwargs: Kwargs) -
 _SELU = 1.7580993408473766
 
 
-def _make_training_handler(position: int) -> Function:
+def _make_training_only_handler(position: int) -> Function:
     """Return the handler of a function that draws random numbers only if its argument at `position` is true."""
 
     def compute_if_training(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -132,14 +132,16 @@ def _make_training_handler(position: int) -> Function:
 def _fill_with_random_numbers(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Fill a DTensor in place with the random numbers that an unsharded tensor would get."""
     x, *rest = args
-    values = function(_allocate_like(x), *map(gather_if_sharded, rest), **tree_map(gather_if_sharded, kwargs))
+    values = function(
+        _allocate_unsharded_like(x), *map(gather_if_sharded, rest), **tree_map(gather_if_sharded, kwargs)
+    )
     return x.copy_(shard_like(values, x))
 
 
 def _draw_random_like(function: Function, args: Args, kwargs: Kwargs) -> object:
     """Return a random DTensor with the shape and placements of a DTensor."""
     x, *rest = args
-    return shard_like(function(_allocate_like(x), *rest, **kwargs), x)
+    return shard_like(function(_allocate_unsharded_like(x), *rest, **kwargs), x)
 
 
 def compute_random_on_gathered_tensors(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -177,7 +179,7 @@ RANDOM: dict[object, Function] = {
         ),
         compute_random_on_gathered_tensors,
     ),
-    **dict.fromkeys(_ALPHA_DROPOUTS, _make_training_handler(2)),
-    **dict.fromkeys((torch.rrelu, torch.rrelu_), _make_training_handler(3)),
+    **dict.fromkeys(_ALPHA_DROPOUTS, _make_training_only_handler(2)),
+    **dict.fromkeys((torch.rrelu, torch.rrelu_), _make_training_only_handler(3)),
 }
 RANDOM_BY_SHARDS = dict.fromkeys((*_DROPOUTS, *_ALPHA_DROPOUTS), _compute_dropout_by_shards)

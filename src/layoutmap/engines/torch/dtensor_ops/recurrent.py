@@ -6,9 +6,9 @@ import torch
 
 from layoutmap.engines.torch.dtensor_ops.gathered import compute_on_gathered_tensors
 from layoutmap.engines.torch.dtensor_ops.shards import (
-    find_axes_to_shard,
+    find_axes_that_stay_sharded,
     find_device_mesh,
-    reshard_to_local,
+    redistribute_to_local_shard,
     wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -23,14 +23,17 @@ def _compute_recurrent_layer(function: Function, args: Args, kwargs: Kwargs) -> 
         return compute_on_gathered_tensors(function, args, kwargs)
     mesh = find_device_mesh(tree_leaves((x, states, weights)))
     axis = 0 if batch_first else 1
-    kept = find_axes_to_shard([x], mesh, [axis])
+    kept = find_axes_that_stay_sharded([x], mesh, [axis])
     of_states = dict.fromkeys(kept, 1)  # states start with the layer axis, even with batch_first
     several = is_sequence(states)
-    shards = [reshard_to_local(each, mesh, of_states, kept) for each in (states if several else (states,))]
+    shards = [
+        redistribute_to_local_shard(each, mesh, of_states, kept)
+        for each in (states if several else (states,))
+    ]
     output, *last = function(
-        reshard_to_local(x, mesh, kept, kept),
+        redistribute_to_local_shard(x, mesh, kept, kept),
         tuple(shards) if several else shards[0],
-        [reshard_to_local(each, mesh, {}, kept) for each in weights],
+        [redistribute_to_local_shard(each, mesh, {}, kept) for each in weights],
         *(has_biases, num_layers, dropout, train, bidirectional, batch_first),
     )
     return (

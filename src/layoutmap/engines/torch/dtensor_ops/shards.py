@@ -31,7 +31,7 @@ def find_device_mesh(tensors: Iterable[object]) -> DeviceMesh:
     return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
 
 
-def find_axes_to_shard(
+def find_axes_that_stay_sharded(
     tensors: Sequence[torch.Tensor],
     mesh: DeviceMesh,
     candidate_axes: Container[int],
@@ -82,7 +82,7 @@ def make_placements(mesh: DeviceMesh, axes_by_mesh_dim: Mapping[int, int | None]
     return tuple(placements)
 
 
-def reshard_to_local(
+def redistribute_to_local_shard(
     tensor: torch.Tensor,
     mesh: DeviceMesh,
     axes_by_mesh_dim: Mapping[int, int | None],
@@ -131,10 +131,10 @@ def make_shard_handler(find_independent_axes: Callable[[int], Container[int]]) -
         values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         first = 0 if args else "input"
         mesh = find_device_mesh(values.values())
-        kept = find_axes_to_shard([values[first]], mesh, find_independent_axes(values[first].ndim))
+        kept = find_axes_that_stay_sharded([values[first]], mesh, find_independent_axes(values[first].ndim))
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                values[name] = reshard_to_local(value, mesh, kept if name == first else {}, kept)
+                values[name] = redistribute_to_local_shard(value, mesh, kept if name == first else {}, kept)
         local = function(*(values[i] for i in range(len(args))), **{name: values[name] for name in kwargs})
         if is_sequence(local):
             return type(local)(wrap_shards_as_dtensor(each, mesh, kept) for each in local)

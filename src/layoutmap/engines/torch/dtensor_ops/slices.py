@@ -22,12 +22,12 @@ from layoutmap.engines.torch.placing import (
     replicate_tensor,
 )
 from layoutmap.engines.torch.specs import get_axis
-from layoutmap.engines.torch.storages import get_base
+from layoutmap.engines.torch.storages import get_base_tensor
 
 
-def keep_gradient_layout(changed_tensor: torch.Tensor) -> None:
+def restore_gradient_layout_in_backward(changed_tensor: torch.Tensor) -> None:
     """Redistribute the gradient of a DTensor to its own layout in backward, after a view of it was changed in place."""
-    base = get_base(changed_tensor)
+    base = get_base_tensor(changed_tensor)
     if isinstance(base, DTensor) and base.requires_grad and not base.is_leaf:
         mesh, placements = base.device_mesh, find_reachable_placements(base)
 
@@ -45,7 +45,7 @@ def assign_item(function: Function, args: Args, kwargs: Kwargs) -> object:
         on_mesh = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         with suppress(NotImplementedError):
             function(target, index, replicate_tensor(value, target.device_mesh) if on_mesh else value)
-            keep_gradient_layout(target)
+            restore_gradient_layout_in_backward(target)
             return None
     return compute_on_gathered_tensors(function, args, kwargs)
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.lookups import is_axis_sharded
 from layoutmap.engines.torch.dtensor_ops.shards import (
-    find_axes_to_shard,
-    reshard_to_local,
+    find_axes_that_stay_sharded,
+    redistribute_to_local_shard,
     wrap_shards_as_dtensor,
 )
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -56,13 +56,15 @@ def _make_softmax_handler(compute_shard: Callable[..., torch.Tensor], dtype_posi
         if axis is None or not -rank <= axis < rank or not is_axis_sharded(x, axis):
             return function(*args, **kwargs)
         axis, mesh = axis % rank, x.device_mesh
-        kept = find_axes_to_shard([x], mesh, set(range(rank)) - {axis})
-        mesh_dims = find_axes_to_shard([x], mesh, {axis}, excluded_mesh_dims=kept, uneven_axes={axis})
+        kept = find_axes_that_stay_sharded([x], mesh, set(range(rank)) - {axis})
+        mesh_dims = find_axes_that_stay_sharded(
+            [x], mesh, {axis}, excluded_mesh_dims=kept, uneven_axes={axis}
+        )
         if (
             not mesh_dims or not x.is_floating_point()
         ):  # a shard would be empty, or torch must refuse the dtype, so call torch
             return function(*args, **kwargs)
-        local = reshard_to_local(x, mesh, {**kept, **mesh_dims}, {**kept, **mesh_dims})
+        local = redistribute_to_local_shard(x, mesh, {**kept, **mesh_dims}, {**kept, **mesh_dims})
         dtype = args[dtype_position] if len(args) > dtype_position else kwargs.get("dtype")
         local = local.to(dtype or local.dtype)
         return wrap_shards_as_dtensor(

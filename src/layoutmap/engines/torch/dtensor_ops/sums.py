@@ -31,7 +31,7 @@ def is_batch_divisible(value: object) -> bool:
     return all(value.shape[0] % size == 0 for size in value.device_mesh.shape)
 
 
-class ReduceProductsMode(TorchFunctionMode):
+class ProductReductionMode(TorchFunctionMode):
     """Function mode that reduces partial results of products immediately."""
 
     def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:

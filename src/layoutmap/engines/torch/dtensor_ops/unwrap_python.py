@@ -43,7 +43,7 @@ def _return_false(*args: object) -> bool:
     return False
 
 
-class _WithoutOverrideCheck:
+class _OverrideCheckStub:
     """Replace the module torch or `torch.overrides` in a copied function, so that checks for overrides are false."""
 
     def __init__(self, module: types.ModuleType) -> None:
@@ -52,8 +52,8 @@ class _WithoutOverrideCheck:
     def __getattr__(self, name: str) -> object:
         found = getattr(self._module, name)
         if found is torch.overrides:
-            return _WithoutOverrideCheck(found)
+            return _OverrideCheckStub(found)
         return _return_false if name.startswith(_OVERRIDE_CHECK) else found
 
 
-_TORCH = _WithoutOverrideCheck(torch)
+_TORCH = _OverrideCheckStub(torch)

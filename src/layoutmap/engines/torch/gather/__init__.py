@@ -5,7 +5,7 @@ fully_shard    the same by torch's own fully_shard, ahead of time; `fully_sharde
 gradients      gradients summed up over the mesh once, at the end of a backward pass
 """
 
-from layoutmap.engines.torch.gather.fsdp import CastDTensor as CastDTensor
+from layoutmap.engines.torch.gather.fsdp import CastDTensorFunction as CastDTensorFunction
 from layoutmap.engines.torch.gather.fsdp import GatheredTensors as GatheredTensors
 from layoutmap.engines.torch.gather.fsdp import can_gather_by_concatenation as can_gather_by_concatenation
 from layoutmap.engines.torch.gather.fsdp import format_weight_changed_message as format_weight_changed_message

@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from layoutmap.core.errors import format_message
-from layoutmap.engines.torch.backward import AutogradFunction, Ctx
+from layoutmap.engines.torch.backward import Ctx, TypedAutogradFunction
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.placing import redistribute_tensor
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
+    copy_spec_with_placement,
+    copy_spec_with_placements,
     get_axis,
     get_local,
     get_meta,
     get_spec,
     has_even_shards,
     make_dtensor,
-    replace_placement,
-    replace_placements,
 )
 
 
@@ -78,7 +78,7 @@ class GatheredTensors:
 
     def make_gathered_tensors(self) -> list[DTensor]:
         """Return the gathered tensors. Backward reduce-scatters their gradients over the mesh dim. Call this once."""
-        return list(_AllGather.apply(self, *self.tensors))
+        return list(_AllGatherFunction.apply(self, *self.tensors))
 
     def pop_gathered_rows(self) -> torch.Tensor:
         """Return the gathered elements, one row per device, and release them."""
@@ -86,7 +86,7 @@ class GatheredTensors:
         return rows
 
 
-class _AllGather(AutogradFunction):
+class _AllGatherFunction(TypedAutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, gather: GatheredTensors, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         # By default, torch passes zeros that are not DTensors as gradients of unused outputs, so turn that off.
@@ -101,10 +101,10 @@ class _AllGather(AutogradFunction):
     @staticmethod
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
-        return None, *_ReduceScatter.apply(ctx.gather, *upstream)
+        return None, *_ReduceScatterFunction.apply(ctx.gather, *upstream)
 
 
-class _ReduceScatter(AutogradFunction):
+class _ReduceScatterFunction(TypedAutogradFunction):
     """Reduce-scatter the gradients of gathered tensors over the mesh dim."""
 
     @staticmethod
@@ -156,7 +156,7 @@ class _ReduceScatter(AutogradFunction):
         return None, *results
 
 
-class CastDTensor(AutogradFunction):
+class CastDTensorFunction(TypedAutogradFunction):
     """Convert a DTensor to another dtype. The gradient is converted back before it is reduced."""
 
     @staticmethod
@@ -169,12 +169,12 @@ class CastDTensor(AutogradFunction):
     @skip_function_modes
     def backward(ctx: Ctx, *upstream: torch.Tensor) -> object:
         """Return the gradient in the DTensor's own dtype."""
-        return CastDTensor.apply(upstream[0], ctx.dtype), None
+        return CastDTensorFunction.apply(upstream[0], ctx.dtype), None
 
 
 def _cast_local_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> DTensor:
     spec = get_spec(tensor)
-    return make_dtensor(get_local(tensor).to(dtype), replace_placements(spec, spec.placements, dtype))
+    return make_dtensor(get_local(tensor).to(dtype), copy_spec_with_placements(spec, spec.placements, dtype))
 
 
 class _GatheredTensorSpec:
@@ -192,7 +192,9 @@ class _GatheredTensorSpec:
         apart = rows.reshape(self.num_devices, *self.local_shape)
         joined = [n * self.num_devices if i == self.axis else n for i, n in enumerate(self.local_shape)]
         local = apart.movedim(0, self.axis).reshape(joined).contiguous()
-        return make_dtensor(local, replace_placement(self.spec, self.mesh_dim, Replicate(), local.dtype))
+        return make_dtensor(
+            local, copy_spec_with_placement(self.spec, self.mesh_dim, Replicate(), local.dtype)
+        )
 
     def split_gradient_by_device(self, gradient: DTensor) -> torch.Tensor:
         """Return the elements of a gathered tensor's gradient, one row for each device along the mesh dim."""
@@ -212,13 +214,13 @@ def convert_to_partial_sum(gradient: DTensor, spec: DTensorSpec, mesh_dim: int) 
     A gradient that is already summed, as for a batch that is not sharded, is divided by the number of devices.
     """
     is_sum = gradient.placements[mesh_dim].is_partial("sum")
-    wanted = replace_placement(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
+    wanted = copy_spec_with_placement(spec, mesh_dim, Partial() if is_sum else Replicate(), gradient.dtype)
     if gradient.placements != wanted.placements:
         gradient = redistribute_tensor(gradient, wanted.placements)
     if is_sum:
         return gradient
     part = get_local(gradient) / wanted.mesh.size(mesh_dim)
-    return make_dtensor(part, replace_placement(spec, mesh_dim, Partial(), part.dtype))
+    return make_dtensor(part, copy_spec_with_placement(spec, mesh_dim, Partial(), part.dtype))
 
 
 def format_weight_changed_message(name: str, shape: tuple[int, ...]) -> str:

@@ -92,11 +92,11 @@ class _GatheredWeights:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _WeightView:
         if not self._numbers or not (isinstance(tensor, DTensor) or can_be_shard_of_weight(tensor)):
-            return drop_autograd_node(tensor)
+            return copy_without_autograd_node(tensor)
         piece = _get_first_local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         index = self._numbers.get(get_storage_key(piece))
         if index is None or tensor.dtype != self._dtypes[index] or piece.is_conj() or piece.is_neg():
-            return drop_autograd_node(tensor)
+            return copy_without_autograd_node(tensor)
         pieces = simulation.get_tensors_by_rank(get_local(tensor) if isinstance(tensor, DTensor) else tensor)
         geometry = {
             rank: (each.shape, each.stride(), int(each.storage_offset())) for rank, each in pieces.items()
@@ -115,12 +115,12 @@ class _GatheredWeights:
             viewed = {rank: piece.as_strided(*view.tensors_by_rank[rank]) for rank, piece in pieces.items()}
             if view.spec is None:
                 return simulation.make_local_tensor(viewed, base.dtype)
-            with simulation.simulate_mesh(base.device_mesh):
+            with simulation.simulate_ranks_of_mesh(base.device_mesh):
                 return make_dtensor(simulation.make_local_tensor(viewed, base.dtype), view.spec)
 
 
 @skip_function_modes
-def drop_autograd_node(tensor: torch.Tensor) -> torch.Tensor:
+def copy_without_autograd_node(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without its autograd node, which would keep itself alive if it saved its own result.
 
     Autograd attaches the node again when it unpacks the tensor.

@@ -22,26 +22,26 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from layoutmap.core.errors import format_message
 from layoutmap.engines.tested import ImportErrorConverter
 from layoutmap.engines.torch.backward import (
-    AutogradFunction,
     Ctx,
+    TypedAutogradFunction,
     get_backward_pass_id,
     get_saved_tensor_hooks,
     is_activation_checkpoint,
 )
 from layoutmap.engines.torch.gather.fsdp import convert_to_partial_sum, format_weight_changed_message
-from layoutmap.engines.torch.gather.fsdp_saved import can_be_shard_of_weight, drop_autograd_node
+from layoutmap.engines.torch.gather.fsdp_saved import can_be_shard_of_weight, copy_without_autograd_node
 from layoutmap.engines.torch.gather.fully_sharded import FullyShardState
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import has_hooks_of_others
 from layoutmap.engines.torch.specs import (
     DTensorSpec,
+    copy_spec_with_placement,
     get_axis,
     get_local,
     get_spec,
     make_dtensor,
-    replace_placement,
 )
-from layoutmap.engines.torch.storages import get_storage_key, get_version
+from layoutmap.engines.torch.storages import get_storage_key, get_tensor_version
 
 with ImportErrorConverter("torch"):
     from torch._C import _will_engine_execute_node as will_be_reached  # pyright: ignore[reportPrivateUsage]
@@ -151,7 +151,7 @@ class GatherUnit(torch.nn.Module):
         hooks = get_saved_tensor_hooks()
         try:
             if torch.is_grad_enabled() and not is_activation_checkpoint(hooks):
-                versions = [get_version(each) for each, _ in self._sharded]
+                versions = [get_tensor_version(each) for each, _ in self._sharded]
                 call = _GatherUnitCall(self, versions, self._storages, hooks)
                 with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
                     yield self._get_parameters_with_gradient_check()
@@ -240,7 +240,7 @@ class GatherUnit(torch.nn.Module):
     def check_parameters_unchanged(self, versions: Sequence[int]) -> None:
         """Raise if a parameter was changed since the forward pass, which recorded `versions`."""
         for name, (each, _), version in zip(self._names, self._sharded, versions, strict=True):
-            if get_version(each) != version:
+            if get_tensor_version(each) != version:
                 raise RuntimeError(format_weight_changed_message(name, tuple(each.shape)))
 
     def _convert_gradient_to_partial_sum(self, index: int, gradient: DTensor) -> object:
@@ -250,7 +250,7 @@ class GatherUnit(torch.nn.Module):
         # Autograd keeps a contiguous gradient. It would copy any other gradient into a replicated DTensor, which sums
         # over processes, and then `fully_shard` would sum a second time.
         part = get_local(convert_to_partial_sum(gradient, spec, self._mesh_dim)).contiguous()
-        return make_dtensor(part, replace_placement(spec, self._mesh_dim, Partial(), part.dtype))
+        return make_dtensor(part, copy_spec_with_placement(spec, self._mesh_dim, Partial(), part.dtype))
 
     def _redistribute_gradients(self) -> None:
         """Redistribute gradients of parameters used without a gather, because `fully_shard` adds to them."""
@@ -266,7 +266,7 @@ class GatherUnit(torch.nn.Module):
             self.state.reduce_gradients()
 
 
-class _UnsupportedGradientCheck(AutogradFunction):
+class _UnsupportedGradientCheck(TypedAutogradFunction):
     """Pass a gathered parameter through, and refuse gradients that `fully_shard` cannot compute."""
 
     @staticmethod
@@ -296,15 +296,15 @@ class _GatherUnitCall:
         self.calls: dict[int, _GatherUnitCall] = {} if hooks is None else dict(hooks.calls)
         self.calls.update(dict.fromkeys(storages, self))
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedTensor:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedTensorReference:
         call = None
         if isinstance(tensor, DTensor) or can_be_shard_of_weight(tensor):
             local = get_local(tensor) if isinstance(tensor, DTensor) else tensor
             call = self.calls.get(get_storage_key(local))
-        return drop_autograd_node(tensor) if call is None else _SavedTensor(tensor, call)
+        return copy_without_autograd_node(tensor) if call is None else _SavedTensorReference(tensor, call)
 
-    def unpack(self, packed: torch.Tensor | _SavedTensor) -> torch.Tensor:
-        if not isinstance(packed, _SavedTensor):
+    def unpack(self, packed: torch.Tensor | _SavedTensorReference) -> torch.Tensor:
+        if not isinstance(packed, _SavedTensorReference):
             return packed
         packed.call.gather_for_backward()
         return packed.tensor
@@ -318,7 +318,7 @@ class _GatherUnitCall:
 
 
 @dataclass(slots=True, eq=False)
-class _SavedTensor:
+class _SavedTensorReference:
     tensor: torch.Tensor
     call: _GatherUnitCall
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.tested import make_unsupported_error
+from layoutmap.engines.tested import make_unsupported_release_error
 from layoutmap.engines.torch.modes import skip_function_modes
 
 _OF_STATE = (
@@ -58,7 +58,7 @@ class FullyShardState:
         missing = [name for name in _OF_STATE if not hasattr(self._state, name)]
         missing += [name for name in _OF_GROUP if self._group is not None and not hasattr(self._group, name)]
         if missing:
-            raise make_unsupported_error("torch", f"fully_shard: {', '.join(missing)}")
+            raise make_unsupported_release_error("torch", f"fully_shard: {', '.join(missing)}")
         self._state._root_post_backward_final_callback = skip_function_modes(
             self._state._root_post_backward_final_callback
         )

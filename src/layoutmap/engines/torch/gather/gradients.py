@@ -25,12 +25,12 @@ from layoutmap.engines.torch.modules import has_hooks_of_others, prepend_gradien
 from layoutmap.engines.torch.placing import redistribute_tensor, reduce_over_devices
 from layoutmap.engines.torch.specs import (
     compute_largest_shard_shape,
+    copy_spec_with_placement,
     get_local,
     get_meta,
     get_spec,
     has_even_shards,
     make_dtensor,
-    replace_placement,
 )
 
 _MAX_BYTES_PER_COLLECTIVE = 256 << 20  # largest number of bytes of gradients in one collective
@@ -91,7 +91,7 @@ class GradientReducer:
                 gradient = parameter.grad
                 if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
                     parameter.grad = redistribute_tensor(gradient, parameter.placements)
-            elif _has_misplaced_gradient(parameter):
+            elif _has_gradient_in_other_placements(parameter):
                 self._get_current_backward_pass().defer_reduction(parameter)
 
         return prepend_gradient_hooks(parameter, redistribute_before_accumulation, defer_after_accumulation)
@@ -135,7 +135,7 @@ class _BackwardPass:
         for parameter in waiting:
             _redistribute_gradient(parameter)
         for mesh in {parameter.device_mesh for parameter in waiting}:
-            with simulation.simulate_mesh(mesh):
+            with simulation.simulate_ranks_of_mesh(mesh):
                 for dim in range(mesh.ndim):
                     _reduce_over_mesh_dim([each for each in waiting if each.device_mesh == mesh], dim)
         self._waiting.clear()
@@ -157,7 +157,7 @@ def _has_partial_placement(gradient: torch.Tensor) -> bool:
     return isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
 
 
-def _has_misplaced_gradient(parameter: DTensor) -> bool:
+def _has_gradient_in_other_placements(parameter: DTensor) -> bool:
     gradient = parameter.grad
     return isinstance(gradient, DTensor) and gradient.placements != parameter.placements
 
@@ -186,11 +186,11 @@ def _reduce_over_mesh_dim(parameters: list[DTensor], mesh_dim: int) -> None:
             key = gradient.placements[mesh_dim], gradient.dtype, id(parameter) if is_alone else 0
             alike.setdefault(key, []).append(parameter)
     for (partial, *_), waiting in alike.items():
-        for some in _split_into_batches(waiting):
+        for some in _split_into_buckets(waiting):
             _reduce_concatenated_gradients(some, mesh_dim, partial.reduce_op)
 
 
-def _split_into_batches(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
+def _split_into_buckets(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
     """Yield parameters in batches with at most `_MAX_BYTES_PER_COLLECTIVE` of gradients each."""
     some: list[DTensor] = []
     size = 0
@@ -216,5 +216,5 @@ def _reduce_concatenated_gradients(parameters: list[DTensor], mesh_dim: int, red
         spec = get_spec(parameter.grad)
         # Clone, because a DTensor with a storage offset cannot be copied.
         parameter.grad = make_dtensor(
-            part.clone().view(piece.shape), replace_placement(spec, mesh_dim, Replicate(), part.dtype)
+            part.clone().view(piece.shape), copy_spec_with_placement(spec, mesh_dim, Replicate(), part.dtype)
         )

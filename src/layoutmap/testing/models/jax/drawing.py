@@ -103,7 +103,9 @@ class JaxBuilder(ModelBuilder):
         number = self.choices.pick(4, 2, 3)
         gate = self.add_linear(value, number)
         experts = self._append_layer(kind, wrapper, code, value, number=number)
-        return self._add_line(f'jnp.einsum("e...w,...e->...w", {experts}, jax.nn.softmax({gate}))', after)
+        return self._append_forward_line(
+            f'jnp.einsum("e...w,...e->...w", {experts}, jax.nn.softmax({gate}))', after
+        )
 
     def _draw_kind_and_code(self, shape: Shape) -> tuple[str, LayerCode]:
         """Return the kind and the code of a random layer that accepts an input shape."""
@@ -127,7 +129,9 @@ class JaxBuilder(ModelBuilder):
             call = _fill_braces(around, {"call": _fill_braces(call, {**inner, "x": "x"}), "axis": str(axis)})
         is_module = kind in self._library.layers and wrapper in ("", "remat", "scan")
         module = accesses["h"].strip("{}") if parameters and is_module else ""
-        return self._add_line(_fill_braces(call, {**accesses, "x": value}), shape, (kind, wrapper), module)
+        return self._append_forward_line(
+            _fill_braces(call, {**accesses, "x": value}), shape, (kind, wrapper), module
+        )
 
     def _add_parameters(self, parameters: Parameters, num_stacked: int = 0) -> dict[str, str]:
         """Add a layer's parameters, stacked if `num_stacked` is not 0. Return a dict from names to expressions."""
@@ -140,7 +144,7 @@ class JaxBuilder(ModelBuilder):
             module = self._library.stacked if num_stacked else made
             self._parameters[name] = self._fill_braces_and_key(module, made=made, number=num_stacked)
             return accesses
-        items, is_frozen = dict[str, str | Container](), self.choices.is_one_in(10)
+        items, is_frozen = dict[str, str | Container](), self.choices.draw_true_once_in(10)
         for key, item in parameters.items():
             weight, accesses[key] = self._library.frozen if is_frozen else self._library.weight
             if isinstance(item, str):
@@ -154,7 +158,7 @@ class JaxBuilder(ModelBuilder):
             is_frozen = False  # only the first weight of a layer may be frozen
         owners = dict.fromkeys(items, accesses["h"])
         self._parameters[name], *others = items.values()
-        if others or self.choices.is_one_in(2):
+        if others or self.choices.draw_true_once_in(2):
             self._parameters[name] = container = self._draw_container(f"L{name[1:]}", items)
             owners = container.make_access_expressions(accesses["h"])
         return accesses | {key: accesses[key].replace("{}", owner) for key, owner in owners.items()}
@@ -168,7 +172,9 @@ class JaxBuilder(ModelBuilder):
     def _draw_container(self, name: str, items: Mapping[str, str | Container]) -> Container:
         return Container(self.choices.pick_weighted(self._library.containers), name, tuple(items.items()))
 
-    def _add_line(self, call: str, shape: Shape, kinds: tuple[str, ...] = (), module: str = "") -> str:
+    def _append_forward_line(
+        self, call: str, shape: Shape, kinds: tuple[str, ...] = (), module: str = ""
+    ) -> str:
         """Add a line of the forward pass, and return the variable of its result."""
         value = self.create_program_variable(shape)
         self.lines.append(ForwardLine(tuple(filter(None, kinds)), call, value, shape, module))
@@ -186,18 +192,18 @@ class JaxBuilder(ModelBuilder):
         if logits:
             self._embedding = self._embedding or (_fill_braces(logits, accesses), vocabulary, shape[-1])
         call = _fill_braces(call, {**accesses, "x": value, "rows": str(vocabulary)})
-        return self._add_line(call, shape, ("table",))
+        return self._append_forward_line(call, shape, ("table",))
 
     def add_output(self, value: str) -> None:
         """Add an output that keeps the spatial axes of a value, or merges them."""
         *spatial, width = self.shapes[value]
-        if self._embedding and len(spatial) == 1 and not self.choices.is_one_in(3):
+        if self._embedding and len(spatial) == 1 and not self.choices.draw_true_once_in(3):
             logits, vocabulary, needed = self._embedding
             value = value if width == needed else self.add_linear(value, needed)
-            value = self._add_line(_fill_braces(logits, {"x": value}), (*spatial, vocabulary))
+            value = self._append_forward_line(_fill_braces(logits, {"x": value}), (*spatial, vocabulary))
             self.outputs.append(ModelValue(value, tuple(spatial), vocabulary, _CLASSES))
             return
-        if spatial and not self.choices.is_one_in(3):
+        if spatial and not self.choices.draw_true_once_in(3):
             value = self._flatten_or_reduce_to_features(value)
         loss, width = self.choices.pick_weighted(_LOSSES), self.choices.pick_weighted(WIDTHS)
         value = self.add_linear(value, width)
@@ -219,26 +225,28 @@ class JaxBuilder(ModelBuilder):
     def _flatten_or_reduce_to_features(self, value: str) -> str:
         """Flatten or reduce all axes of a value to one axis of features, and return the variable of the result."""
         shape = self.shapes[value]
-        if math.prod(shape) <= 256 and self.choices.is_one_in(2):
-            return self._add_line(f"{value}.reshape(-1, {math.prod(shape)})", (math.prod(shape),))
+        if math.prod(shape) <= 256 and self.choices.draw_true_once_in(2):
+            return self._append_forward_line(f"{value}.reshape(-1, {math.prod(shape)})", (math.prod(shape),))
         call = f"{value}.{self.choices.pick('mean', 'max')}({(*range(1, len(shape)),)})"
-        return self._add_line(call, shape[-1:])
+        return self._append_forward_line(call, shape[-1:])
 
     def add_sum(self, value: str, other: str) -> str:
         """Add the sum of two values of one shape."""
-        return self._add_line(f"{value} + {other}", self.shapes[value])
+        return self._append_forward_line(f"{value} + {other}", self.shapes[value])
 
     def add_gate(self, value: str) -> str:
         """Add a sigmoid gate."""
         shape = self.shapes[value]
-        return self._add_line(f"{value} * jax.nn.sigmoid({self.add_linear(value, shape[-1])})", shape)
+        return self._append_forward_line(
+            f"{value} * jax.nn.sigmoid({self.add_linear(value, shape[-1])})", shape
+        )
 
     def add_shared_layer(self, value: str) -> str:
         """Add a linear layer that is called twice."""
         shape = self.shapes[value]
         first = self.add_linear(value, shape[-1])
         second = re.sub(rf"\b{value}\b", f"jnp.tanh({first})", self.lines[-1].call)
-        return self._add_line(second, shape)
+        return self._append_forward_line(second, shape)
 
     def combine_with_other_input(self, value: str, other: str) -> str:
         """Concatenate, add, or multiply a value with a value of another input. Return the result's variable."""
@@ -246,11 +254,11 @@ class JaxBuilder(ModelBuilder):
         if len(self.shapes[other]) > 1:
             other = self._flatten_or_reduce_to_features(other)
         other = self.add_linear(other, shape[-1])
-        if len(shape) == 1 and self.choices.is_one_in(2):
-            return self._add_line(f"jnp.concatenate([{value}, {other}], -1)", (2 * shape[-1],))
+        if len(shape) == 1 and self.choices.draw_true_once_in(2):
+            return self._append_forward_line(f"jnp.concatenate([{value}, {other}], -1)", (2 * shape[-1],))
         if len(shape) > 1:
             other += f"[:, {', '.join(['None'] * (len(shape) - 1))}]"
-        return self._add_line(f"{value} {self.choices.pick('+', '*')} {other}", shape)
+        return self._append_forward_line(f"{value} {self.choices.pick('+', '*')} {other}", shape)
 
 
 def _is_small_shape(shape: Shape) -> bool:

@@ -84,7 +84,7 @@ _ACTIVATIONS = (
 )
 
 
-def add_activation(choices: Choices, call: str) -> str:
+def wrap_in_random_activation(choices: Choices, call: str) -> str:
     """Return the expression `call`, usually inside a random activation function."""
     return choices.pick(*_ACTIVATIONS).format(call)
 
@@ -95,7 +95,7 @@ def draw_conv_options(choices: Choices, space: Shape, width: int) -> tuple[dict[
     strides, dilation = (tuple(choices.pick_weighted({1: 3, 2: 1}) for _ in space) for _ in range(2))
     is_valid, spatial = draw_padding(choices, space, sizes, strides, dilation)
     filters = choices.pick_weighted(WIDTHS)
-    groups = choices.pick(*find_common_divisors(width, filters)) if choices.is_one_in(2) else 1
+    groups = choices.pick(*find_common_divisors(width, filters)) if choices.draw_true_once_in(2) else 1
     options = {"filters": filters, "sizes": sizes, "strides": strides, "dilation": dilation, "groups": groups}
     return {**options, "padding": "VALID" if is_valid else "SAME"}, (*spatial, filters)
 
@@ -106,7 +106,7 @@ def draw_conv_options(choices: Choices, space: Shape, width: int) -> tuple[dict[
 def _draw_dense_layer(choices: Choices, shape: Shape) -> LayerCode:
     width = choices.pick_weighted(WIDTHS)
     call, bias = choices.pick(("{x} @ {w}", {}), ("{x} @ {w} + {b}", {"b": (width,)}))
-    return add_activation(choices, call), {"w": (shape[-1], width), **bias}, (*shape[:-1], width)
+    return wrap_in_random_activation(choices, call), {"w": (shape[-1], width), **bias}, (*shape[:-1], width)
 
 
 def _draw_matrix_product_layer(choices: Choices, shape: Shape) -> LayerCode:

@@ -10,7 +10,13 @@ from typing import ClassVar
 
 from layoutmap.testing.models.choices import Choices
 from layoutmap.testing.models.jax.drawing import JaxBuilder, LibrarySyntax
-from layoutmap.testing.models.jax.functions import ANY, SPATIAL, LayerCode, add_activation, draw_conv_options
+from layoutmap.testing.models.jax.functions import (
+    ANY,
+    SPATIAL,
+    LayerCode,
+    draw_conv_options,
+    wrap_in_random_activation,
+)
 from layoutmap.testing.models.jax.model import Container, JaxModel, make_indented_block
 from layoutmap.testing.models.maps import Shape
 from layoutmap.testing.models.values import WIDTHS, draw_heads_einsum, find_common_divisors
@@ -127,13 +133,13 @@ def draw_model(choices: Choices) -> NnxModel:
     parameters = builder.draw_model_container("attributes")
     rngs = choices.pick("nnx.Rngs(0)", "nnx.Rngs(0, dropout=1)", "nnx.Rngs(params=2, dropout=3)")
     inputs, lines, outputs = tuple(builder.inputs), tuple(builder.lines), tuple(builder.outputs)
-    return NnxModel(inputs, lines, parameters, outputs, choices.is_one_in(8), rngs)
+    return NnxModel(inputs, lines, parameters, outputs, choices.draw_true_once_in(8), rngs)
 
 
 def _draw_linear_layer(choices: Choices, shape: Shape) -> LayerCode:
     width, bias = choices.pick_weighted(WIDTHS), choices.pick("", ", use_bias=False")
     return (
-        add_activation(choices, "{h}({x})"),
+        wrap_in_random_activation(choices, "{h}({x})"),
         f"nnx.Linear({shape[-1]}, {width}{bias}, rngs=rngs)",
         (*shape[:-1], width),
     )
@@ -152,13 +158,13 @@ def _draw_general_linear_layer(choices: Choices, shape: Shape) -> LayerCode:
 def _draw_convolution_layer(choices: Choices, shape: Shape) -> LayerCode:
     *space, width = shape
     options, after = draw_conv_options(choices, tuple(space), width)
-    if len(space) == 1 and options["padding"] == "SAME" and choices.is_one_in(3):
+    if len(space) == 1 and options["padding"] == "SAME" and choices.draw_true_once_in(3):
         options["padding"] = "CAUSAL"
     module = (
         "nnx.Conv({width}, {filters}, {sizes}, {strides}, padding={padding!r}, kernel_dilation={dilation}, "
         "feature_group_count={groups}, rngs=rngs)"
     )
-    return add_activation(choices, "{h}({x})"), module.format(**options, width=width), after
+    return wrap_in_random_activation(choices, "{h}({x})"), module.format(**options, width=width), after
 
 
 def _draw_transposed_convolution_layer(choices: Choices, shape: Shape) -> LayerCode:
@@ -185,7 +191,7 @@ def _draw_attention_layer(choices: Choices, shape: Shape) -> LayerCode:
     width, mask = heads * choices.pick(4, 8), choices.pick("", ", mask=nnx.make_causal_mask({x}[..., 0])")
     module = (
         f"nnx.MultiHeadAttention({heads}, {shape[-1]}, {width}, num_kv_heads={groups}, decode=False, "
-        f"normalize_qk={choices.is_one_in(4)}, rngs=rngs)"
+        f"normalize_qk={choices.draw_true_once_in(4)}, rngs=rngs)"
     )
     return f"{{h}}({{x}}{mask})", module, shape
 

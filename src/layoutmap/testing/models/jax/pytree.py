@@ -73,7 +73,7 @@ def draw_model(choices: Choices) -> PytreeModel:
     builder = JaxBuilder(choices, _LIBRARY)
     parameters = builder.draw_model_container(choices.pick_weighted(_LIBRARY.containers))
     inputs, lines, outputs = tuple(builder.inputs), tuple(builder.lines), tuple(builder.outputs)
-    return PytreeModel(inputs, lines, parameters, outputs, choices.is_one_in(8))
+    return PytreeModel(inputs, lines, parameters, outputs, choices.draw_true_once_in(8))
 
 
 # -- modules of Equinox, which take one element of a batch

@@ -26,13 +26,13 @@ def draw_model(choices: Choices) -> DrawnKerasModel:
     builder = _KerasBuilder(choices, choices.sample(KINDS, 3), is_chain=style == "sequential")
     builder.build_model(max_parts=6)
     layers = tuple(builder.layers.values())
-    named = style in ("subclassed", "listed") or not choices.is_one_in(4)
+    named = style in ("subclassed", "listed") or not choices.draw_true_once_in(4)
     lora_layers = [
         layer.name
         for layer in layers
         if named and layer.kind in WITH_LORA and "kernel_constraint" not in dict(layer.options)
     ]
-    lora = choices.pick(*lora_layers) if lora_layers and choices.is_one_in(5) else ""
+    lora = choices.pick(*lora_layers) if lora_layers and choices.draw_true_once_in(5) else ""
     inputs, calls, outputs = tuple(builder.inputs), tuple(builder.calls), tuple(builder.outputs)
     return DrawnKerasModel(style, inputs, layers, calls, outputs, named, lora)
 
@@ -52,7 +52,7 @@ class _KerasBuilder(ModelBuilder):
         if not vocabulary:
             return value
         options = {"input_dim": vocabulary, "output_dim": shape[-1]}
-        if self.is_chain or self.choices.is_one_in(2):
+        if self.is_chain or self.choices.draw_true_once_in(2):
             return self._add_layer_and_call("Embedding", options, shape, value)
         value = self._add_layer_and_call("ReversibleEmbedding", options, shape, value)
         self._reversible = self._reversible or (self.calls[-1].layer, vocabulary, shape[-1])
@@ -60,7 +60,7 @@ class _KerasBuilder(ModelBuilder):
 
     def add_layer(self, value: str) -> str:
         shape = self.shapes[value]
-        if self.choices.is_one_in(12):
+        if self.choices.draw_true_once_in(12):
             inner: list[DrawnLayer] = []
             for _ in range(2):
                 kind, options, shape = self._draw_kind_and_options(shape, allow_attention=False)
@@ -70,7 +70,7 @@ class _KerasBuilder(ModelBuilder):
         if kind not in ATTENTION:
             return self._add_layer_and_call(kind, options, shape, value)
         return self._add_layer_and_call(
-            kind, options, shape, value, value, use_causal_mask=self.choices.is_one_in(2)
+            kind, options, shape, value, value, use_causal_mask=self.choices.draw_true_once_in(2)
         )
 
     def _draw_kind_and_options(self, shape: Shape, *, allow_attention: bool) -> tuple[str, Options, Shape]:
@@ -95,7 +95,7 @@ class _KerasBuilder(ModelBuilder):
     ) -> str:
         """Add a layer, which is sometimes frozen, and a call of it. Return the variable of the result."""
         name = f"l{len(self.layers)}"
-        if self.choices.is_one_in(16):
+        if self.choices.draw_true_once_in(16):
             options = {**options, "trainable": False}
         self.layers[name] = DrawnLayer(kind, tuple(options.items()), name)
         return self._add_call(name, shape, *inputs, **call_options)
@@ -108,13 +108,13 @@ class _KerasBuilder(ModelBuilder):
 
     def add_output(self, value: str) -> None:
         choices, shape = self.choices, self.shapes[value]
-        if self._reversible and len(shape) == 2 and not choices.is_one_in(3):
+        if self._reversible and len(shape) == 2 and not choices.draw_true_once_in(3):
             embedding, vocabulary, width = self._reversible
             value = value if shape[-1] == width else self.add_linear(value, width)
             value = self._add_call(embedding, (shape[0], vocabulary), value, reverse=True)
             self.outputs.append(ModelValue(value, shape[:1], vocabulary))
             return
-        if len(shape) > 1 and not choices.is_one_in(3):
+        if len(shape) > 1 and not choices.draw_true_once_in(3):
             value = self._add_flatten_or_global_pooling(value)
         *spatial, width = shape = (*self.shapes[value][:-1], choices.pick_weighted(WIDTHS))
         name = f"l{len(self.layers)}"
@@ -129,7 +129,7 @@ class _KerasBuilder(ModelBuilder):
     def _add_flatten_or_global_pooling(self, value: str) -> str:
         """Flatten or pool all axes of a value to one axis of features. Return the variable of the result."""
         shape = self.shapes[value]
-        if math.prod(shape) <= 512 and self.choices.is_one_in(2):
+        if math.prod(shape) <= 512 and self.choices.draw_true_once_in(2):
             return self._add_layer_and_call("Flatten", {}, (math.prod(shape),), value)
         kind = self.choices.pick("Average", "Max")
         return self._add_layer_and_call(f"Global{kind}Pooling{len(shape) - 1}D", {}, shape[-1:], value)
@@ -153,7 +153,7 @@ class _KerasBuilder(ModelBuilder):
 
     def combine_with_other_input(self, value: str, other: str) -> str:
         shape = self.shapes[value]
-        if len(shape) == len(self.shapes[other]) == 2 and self.choices.is_one_in(2):
+        if len(shape) == len(self.shapes[other]) == 2 and self.choices.draw_true_once_in(2):
             kind = self.choices.pick(*ATTENTION)
             if shape[-1] != self.shapes[other][-1]:  # GroupQueryAttention requires equal widths
                 other = self.add_linear(other, shape[-1])
@@ -161,7 +161,7 @@ class _KerasBuilder(ModelBuilder):
         if len(self.shapes[other]) > 1:
             other = self._add_flatten_or_global_pooling(other)
         other = self.add_linear(other, shape[-1])
-        if len(shape) == 1 and self.choices.is_one_in(2):
+        if len(shape) == 1 and self.choices.draw_true_once_in(2):
             return self._add_layer_and_call("Concatenate", {}, (2 * shape[-1],), value, other)
         if len(shape) > 1:
             broadcast = (*(1 for _ in shape[:-1]), shape[-1])

@@ -45,16 +45,16 @@ def _draw_dense_wrapper_options(choices: Choices, shape: Shape) -> tuple[Options
 
 def _draw_einsum_dense_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     equation, _, _, after = draw_heads_einsum(choices, shape)
-    bias = {"bias_axes": "yz" if "y" in equation else "z"} if choices.is_one_in(2) else {}
+    bias = {"bias_axes": "yz" if "y" in equation else "z"} if choices.draw_true_once_in(2) else {}
     return {"equation": equation, "output_shape": after, **bias}, after
 
 
 def _draw_prelu_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    return {"shared_axes": tuple(range(1, len(shape))) or None} if choices.is_one_in(2) else {}, shape
+    return {"shared_axes": tuple(range(1, len(shape))) or None} if choices.draw_true_once_in(2) else {}, shape
 
 
 def _draw_layer_norm_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    return {"axis": tuple(range(1, 1 + len(shape)))} if choices.is_one_in(4) else {}, shape
+    return {"axis": tuple(range(1, 1 + len(shape)))} if choices.draw_true_once_in(4) else {}, shape
 
 
 # -- layers with windows
@@ -67,7 +67,7 @@ def _draw_window_options(
     sizes = tuple(choices.pick_weighted({3: 3, 2: 2, 1: 1, 4: 1}) for _ in space)
     steps = tuple(choices.pick_weighted({1: 3, 2: 2}) for _ in space)
     steps, ones = steps[:1] * len(space) if same_stride else steps, (1,) * len(space)
-    strides, dilation = (ones, steps) if allow_dilation and choices.is_one_in(3) else (steps, ones)
+    strides, dilation = (ones, steps) if allow_dilation and choices.draw_true_once_in(3) else (steps, ones)
     is_valid, spatial = draw_padding(choices, space, sizes, strides, dilation)
     options: Options = {"strides": strides, "padding": "valid" if is_valid else "same"}
     return {
@@ -79,10 +79,10 @@ def _draw_window_options(
 
 def _draw_convolution_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
     options, spatial = _draw_window_options(choices, shape[:-1])
-    if len(spatial) == 1 and options["padding"] == "same" and choices.is_one_in(3):
+    if len(spatial) == 1 and options["padding"] == "same" and choices.draw_true_once_in(3):
         options["padding"] = "causal"
     filters, activation = choices.pick_weighted(WIDTHS), choices.pick(*_ACTIVATIONS)
-    groups = choices.pick(*find_common_divisors(shape[-1], filters)) if choices.is_one_in(2) else 1
+    groups = choices.pick(*find_common_divisors(shape[-1], filters)) if choices.draw_true_once_in(2) else 1
     options |= {"groups": groups, "activation": activation, **dict(choices.pick_weighted(_KERNEL_OPTIONS))}
     return {"filters": filters, **options}, (*spatial, filters)
 
@@ -116,8 +116,8 @@ def _draw_pooling_options(choices: Choices, shape: Shape) -> tuple[Options, Shap
 
 
 def _draw_recurrent_options(choices: Choices, shape: Shape) -> tuple[Options, Shape]:
-    units, all_steps = choices.pick_weighted(WIDTHS), choices.is_one_in(2)
-    options = {"units": units, "return_sequences": all_steps, "go_backwards": choices.is_one_in(4)}
+    units, all_steps = choices.pick_weighted(WIDTHS), choices.draw_true_once_in(2)
+    options = {"units": units, "return_sequences": all_steps, "go_backwards": choices.draw_true_once_in(4)}
     return options, (*(shape[:1] if all_steps else ()), units)
 
 

@@ -63,45 +63,45 @@ _WRAPPERS_WITH_SETUP = [name for name, line in _WRAPPERS.items() if line]
 
 def draw_model(choices: Choices) -> Model:
     """Draw a model of a few parts."""
-    is_sequential = choices.is_one_in(8)
+    is_sequential = choices.draw_true_once_in(8)
     builder = _TorchBuilder(choices, choices.sample(KINDS, 5), is_chain=is_sequential)
     builder.build_model(max_parts=5)
     inputs, outputs = (tuple(value.name for value in values) for values in (builder.inputs, builder.outputs))
     net = Class("Net", choices.pick_weighted(_STYLES), inputs, tuple(builder.parts), outputs)
-    classes, returns_loss = (*builder.blocks, net), choices.is_one_in(2)
+    classes, returns_loss = (*builder.blocks, net), choices.draw_true_once_in(2)
     model = Model(is_sequential, tuple(builder.inputs), classes, tuple(builder.outputs), returns_loss)
     # Hooks and checkpoints were added later. Each seed must still give the same layers, so both have choices of their
     # own, seeded by the model's text without later names and fields (decisions/0200).
     text = repr(model).replace(" module=", " made=").replace("ModelValue(", "Value(")
     text = text.replace(", checkpoint=None", "").replace(", head=None", "")
-    model = _draw_hooks(model, Choices.from_seed(zlib.crc32(text.encode())))
+    model = _with_random_hooks(model, Choices.from_seed(zlib.crc32(text.encode())))
     # The seeds of faults in tests/testing/test_laws.py must give the same models as before. With this prefix, they draw
     # no checkpoints.
-    return _draw_checkpoints(model, Choices.from_seed(zlib.crc32(f"checkpoints{text}".encode())))
+    return _with_random_checkpoints(model, Choices.from_seed(zlib.crc32(f"checkpoints{text}".encode())))
 
 
-def _draw_hooks(model: Model, choices: Choices) -> Model:
+def _with_random_hooks(model: Model, choices: Choices) -> Model:
     """Return a model, a third of the time with hooks on gradients and several backward passes."""
-    if not choices.is_one_in(3):
+    if not choices.draw_true_once_in(3):
         return model
     hooks = choices.sample(HOOKS, choices.pick(0, 1, 1, 2))
     hooked = choices.draw_below(2), choices.pick(1, 1, 2)
     return replace(model, hooks=tuple(hooks), hooked=hooked, num_passes=choices.pick(2, 1, 3))
 
 
-def _draw_checkpoints(model: Model, choices: Choices) -> Model:
+def _with_random_checkpoints(model: Model, choices: Choices) -> Model:
     """Return a model, a third of the time with activation checkpoints of both kinds, called by either side."""
-    if model.is_sequential or not choices.is_one_in(3):
+    if model.is_sequential or not choices.draw_true_once_in(3):
         return model
 
-    def draw_checkpoint(part: Part) -> Part:
-        if not part.can_checkpoint or not choices.is_one_in(2):
+    def with_random_checkpoint(part: Part) -> Part:
+        if not part.can_be_checkpointed or not choices.draw_true_once_in(2):
             return part
         # Tokens have no gradient, and without one a reentrant checkpoint computes no gradients of weights.
         is_reentrant = choices.pick(True, True, False) and "Embedding" not in part.module
         return replace(part, checkpoint=Checkpoint(choices.pick(*CHECKPOINT_SIDES), is_reentrant))
 
-    classes = (replace(each, parts=tuple(map(draw_checkpoint, each.parts))) for each in model.classes)
+    classes = (replace(each, parts=tuple(map(with_random_checkpoint, each.parts))) for each in model.classes)
     return replace(model, classes=tuple(classes))
 
 
@@ -140,7 +140,7 @@ class _TorchBuilder(ModelBuilder):
     def _append_varied_part(self, kind: str, drawn_layer: DrawnLayer, value: str) -> str:
         """Add a part, and return the variable of its result. A quarter of modules get a hook or another variation."""
         module, use, shape = drawn_layer
-        if not module or not self.choices.is_one_in(4):
+        if not module or not self.choices.draw_true_once_in(4):
             return self._append_part(kind, drawn_layer, value)
         has_weight, is_called = module.startswith(("nn.Linear(", "nn.Conv")), use == CALL
         usable = {
@@ -188,17 +188,17 @@ class _TorchBuilder(ModelBuilder):
         module = f"nn.Embedding({vocabulary}, {width}{options})"
         result = self._append_varied_part("Embedding", (module, CALL, shape), value)
         self._embedding = self.parts[-1].name, vocabulary, width
-        if self.is_chain or not choices.is_one_in(3):
+        if self.is_chain or not choices.draw_true_once_in(3):
             return result
         positions = f"nn.Parameter(torch.randn({spatial[0] + 4}, {width}) * 0.1)"
         return self._append_part("positions", (positions, f"{{x}} + {{m}}[:{spatial[0]}]", shape), result)
 
     def add_output(self, value: str) -> None:
         choices, spatial = self.choices, self.shapes[value][:-1]
-        if self._embedding and len(spatial) == 1 and not self.is_chain and not choices.is_one_in(3):
+        if self._embedding and len(spatial) == 1 and not self.is_chain and not choices.draw_true_once_in(3):
             value, loss = self._add_tied_output(value, *self._embedding), "classes"
         else:
-            if spatial and (len(spatial) > 2 or not choices.is_one_in(3)):
+            if spatial and (len(spatial) > 2 or not choices.draw_true_once_in(3)):
                 value = self._flatten_or_reduce_to_features(value)
             value = self.add_linear(value, choices.pick_weighted(WIDTHS))
             loss = choices.pick_weighted(_LOSSES)
@@ -215,7 +215,7 @@ class _TorchBuilder(ModelBuilder):
         """Add logits that use the weight of an embedding, and return their variable."""
         value = value if self.shapes[value][-1] == width else self.add_linear(value, width)
         shape = (*self.shapes[value][:-1], vocabulary)
-        if self.choices.is_one_in(2):
+        if self.choices.draw_true_once_in(2):
             return self._append_expression("tied", value, shape, f"{{x}} @ {{{embedding}}}.weight.T")
         module = f"nn.Linear({width}, {vocabulary}, bias=False)"
         return self._append_part(
@@ -225,9 +225,9 @@ class _TorchBuilder(ModelBuilder):
     def _flatten_or_reduce_to_features(self, value: str) -> str:
         """Flatten or reduce all axes of a value to one axis of features, and return the variable of the result."""
         shape = self.shapes[value]
-        if not self.is_chain and (math.prod(shape) > 256 or self.choices.is_one_in(2)):
+        if not self.is_chain and (math.prod(shape) > 256 or self.choices.draw_true_once_in(2)):
             axes, left = tuple(range(1, len(shape))), shape[-1:]
-            if self.choices.is_one_in(2):
+            if self.choices.draw_true_once_in(2):
                 axes, left = tuple(range(2, len(shape) + 1)), shape[:1]
             return self._append_expression(
                 "reduction", value, left, f"{{x}}.mean({axes})", f"{{x}}.amax({axes})"
@@ -242,15 +242,17 @@ class _TorchBuilder(ModelBuilder):
 
     def get_part_frequencies(self) -> dict[Callable[[str], str], int]:
         weights = super().get_part_frequencies()
-        joined, output = (weights.pop(add) for add in (self.add_input_and_combine, self.add_second_output))
+        joined, output = (
+            weights.pop(add) for add in (self.add_input_and_combine_with_value, self.add_second_output)
+        )
         weights[self._add_class_instances] = 2
         if not self.is_block:
-            weights |= {self.add_input_and_combine: joined, self.add_second_output: output}
+            weights |= {self.add_input_and_combine_with_value: joined, self.add_second_output: output}
         return weights
 
     def add_layer(self, value: str) -> str:
         shape = self.shapes[value]
-        if self.is_chain or not self.choices.is_one_in(10):
+        if self.is_chain or not self.choices.draw_true_once_in(10):
             return self._append_varied_part(*self._draw_layer(shape, only_modules=self.is_chain), value)
         kinds, modules = "Sequential", list[str]()
         for _ in range(2):
@@ -304,13 +306,13 @@ class _TorchBuilder(ModelBuilder):
 
     def combine_with_other_input(self, value: str, other: str) -> str:
         choices, shape = self.choices, self.shapes[value]
-        if len(shape) == len(self.shapes[other]) == 2 and choices.is_one_in(2):
+        if len(shape) == len(self.shapes[other]) == 2 and choices.draw_true_once_in(2):
             return self._append_part(
                 "attended", draw_attention(choices, shape, other, self.shapes[other]), value
             )
         other = self._flatten_or_reduce_to_features(other) if len(self.shapes[other]) > 1 else other
         (width,) = self.shapes[other]
-        if len(shape) == 1 and choices.is_one_in(2):
+        if len(shape) == 1 and choices.draw_true_once_in(2):
             joined = "", f"torch.cat([{{x}}, {other}], -1)", (shape[0] + width,)
             product = f"nn.Bilinear({shape[0]}, {width}, 8)", f"{{m}}({{x}}, {other}.sigmoid())", (8,)
             return self._append_part("joined", choices.pick(joined, product), value)
@@ -327,12 +329,12 @@ class _TorchBuilder(ModelBuilder):
         for _ in range(1 + self.choices.draw_below(2)):
             result = block.add_random_part(result)
         keeps_shape = block.shapes[result] == shape
-        if keeps_shape and self.choices.is_one_in(2):
+        if keeps_shape and self.choices.draw_true_once_in(2):
             result = block._append_expression("residual", argument, shape, f"{{x}} + {result}")
         style = self.choices.pick_weighted(_STYLES)
         self.blocks.append(Class("Block", style, (argument,), tuple(block.parts), (result,)))
         call = self.choices.pick(CALL, CALL, CALL, _CHECKPOINT)
-        if not keeps_shape or self.choices.is_one_in(2):
+        if not keeps_shape or self.choices.draw_true_once_in(2):
             return self._append_part("blocks", ("Block()", call, block.shapes[result]), value)
         line = call.replace("{m}", "block").replace("{x}", "{y}")
         module = "nn.ModuleList(Block() for _ in range(2))"

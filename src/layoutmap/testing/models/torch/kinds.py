@@ -37,7 +37,7 @@ A line is `module -> use`, or one of both. Names in braces are keys of `_PLACEHO
 """
 
 
-def _write_matrix(choices: Choices, shape: Shape) -> str:
+def _draw_weight_matrix_code(choices: Choices, shape: Shape) -> str:
     """Return the expression of a weight matrix with a random initializer that keeps the scale of the values."""
     size, scale = "(W, Z)", round(shape[-1] ** -0.5, 2)
     values = choices.pick(
@@ -70,7 +70,7 @@ _PLACEHOLDERS: dict[str, Callable[[Choices, Shape], Any]] = {
     "a": lambda choices, s: choices.pick(*range(1, len(s) + 1)),
     "i": lambda choices, s: str([choices.draw_below(s[0]) for _ in range(choices.pick(4, 3))]),
     "c": lambda choices, s: f"torch.ones({s[0]}, {s[0]}, dtype=torch.bool, device={{x}}.device).triu(1)",
-    "matrix": _write_matrix,
+    "matrix": _draw_weight_matrix_code,
     "size": lambda choices, s: choices.pick(s[-1:], s),
     "bias": lambda choices, s: choices.pick("", "", ", bias=False"),
     "saved": lambda choices, s: choices.pick("", ", persistent=False"),
@@ -89,7 +89,7 @@ def _replace_width(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
     return (*shape[:-1], drawn["z"])
 
 
-def _count_indices(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
+def _resize_first_axis_to_indices(shape: Shape, drawn: Mapping[str, Any]) -> Shape:
     """Return the shape with one element of the first axis for each drawn index."""
     return (drawn["i"].count(",") + 1, *shape[1:])
 
@@ -301,7 +301,7 @@ KINDS: dict[str, LayerKind] = {
         {x}.max(dim=1).values
         torch.einsum('bl...,bl...->b...', {x}, {x}.softmax(1))"""}),
     "lookup": (_ANY, 3, {
-        _count_indices: """
+        _resize_first_axis_to_indices: """
         {x}[:, torch.tensor({i}, device={x}.device)]
         {x}.index_select(1, torch.tensor({i}, device={x}.device))""",
         _keep_shape: """

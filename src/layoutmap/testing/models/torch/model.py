@@ -162,7 +162,7 @@ class Part:
         )
 
     @property
-    def can_checkpoint(self) -> bool:
+    def can_be_checkpointed(self) -> bool:
         """Whether a checkpoint can compute the calls of the module again."""
         is_called = self.is_single_module_call or self.kinds[0] == "blocks" or "checkpoint" in self.kinds
         return is_called and self.has_module and "BatchNorm" not in self.module
@@ -213,7 +213,7 @@ class Class:
             f"self.{self.attributes[part.name]} = {part.source_module}" for part in self.parts if part.module
         ]
         if self.style != "attributes":
-            members = self._write_containers()
+            members = self._make_container_lines()
         setup = [line for part in self.parts for line in part.setup]
         lines = [line for part in self.parts for line in part.source_lines]
         return "\n".join(
@@ -221,18 +221,18 @@ class Class:
                 f"class {self.name}(nn.Module):",
                 f"{_INDENT}def __init__(self):",
                 *(
-                    2 * _INDENT + self._fill_attributes(line)
+                    2 * _INDENT + self._replace_names_by_attributes(line)
                     for line in ["super().__init__()", *members, *setup]
                 ),
                 "",
                 f"{_INDENT}def forward(self, {', '.join(self.inputs)}):",
-                *(2 * _INDENT + self._fill_attributes(line) for line in lines),
+                *(2 * _INDENT + self._replace_names_by_attributes(line) for line in lines),
                 f"{2 * _INDENT}return {', '.join(self.outputs)}",
                 "\n\n",
             ]
         )
 
-    def _write_containers(self) -> list[str]:
+    def _make_container_lines(self) -> list[str]:
         lines: list[str] = []
         for name, kind in (("parts", "Module"), ("weights", "Parameter")):
             items = [part for part in self.parts if self.attributes[part.name].startswith(f"{name}[")]
@@ -244,7 +244,7 @@ class Class:
         buffers = [part for part in self.parts if part.module.startswith("nn.Buffer(")]
         return [*lines, *(f"self.{part.name} = {part.module}" for part in buffers)]
 
-    def _fill_attributes(self, line: str) -> str:
+    def _replace_names_by_attributes(self, line: str) -> str:
         """Return a line where each part's name in braces is replaced by its attribute of `self`."""
         return re.sub(r"\{(l\d+)\}", lambda match: f"self.{self.attributes[match[1]]}", line)
 
