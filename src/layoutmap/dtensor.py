@@ -101,7 +101,7 @@ def pack(tensors: Sequence[Any], layout: Layout, *, engine: str | None = None) -
                     f"component {i}": f"{component.dtype}{list(component.shape)}",
                 },
                 why="all components of a tensor have the same shape and element type",
-                fix=f"convert component {i} to the dtype of component 0, or pad it to its shape",
+                fix="convert all components to one dtype, and pad smaller ones to the shape of the largest",
             )
     layout.check_rank(first.shape, "pack")
     shape = tuple(n * count for n, count in zip(first.shape, layout.shard_counts, strict=True))

@@ -37,7 +37,7 @@ class StepTracer(Protocol):
         ...
 
     def should_recompute(self, path: str) -> bool:
-        """Return whether the backward pass recomputes the activations of the layer at a path from its input.
+        """Return whether the backward pass recomputes a layer's activations from the layer's input.
 
         Args:
             path: The layer's path. It is false for layers inside of a layer for which it is true.

@@ -102,7 +102,7 @@ def _iterate_shard_checksums(
         return
     shard_names = name_device_shards(layout)
     for device, values in engine.iterate_device_values(placed.array):
-        # Use no name for an unsharded array, because it may be on a device outside the mesh.
+        # An unsharded array may be on a device that the mesh lacks, so its shard has no name.
         yield device, shard_names[device] if shard_names else "", compute_checksum(values)
 
 

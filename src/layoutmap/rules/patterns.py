@@ -57,7 +57,7 @@ def check_pattern_is_fast(pattern: str, rule_name: str) -> None:
 
 # A regex in a downloaded file can hang, so patterns from files have limits (decisions/0199).
 def explain_why_pattern_is_slow(pattern: str) -> str:
-    """Return the limit that a regex exceeds, in words, or an empty string if it exceeds none, so that it is fast.
+    """Return in words which limit a regex exceeds, or an empty string for a fast regex.
 
     Example:
         >>> explain_why_pattern_is_slow("(a+)+$"), explain_why_pattern_is_slow(r"(\\w+\\.)+kernel")

@@ -168,7 +168,11 @@ def parse_rules_file(text: str) -> RulesFileFields:
     name = (mesh or {}).get("name")
     devices = (mesh or {}).get("devices")
     if not isinstance(name, str | None):
-        raise RuleError("rules file: mesh name is not text", facts={"value": shorten_repr(name)}, fix=_FIX)
+        raise RuleError(
+            "rules file: mesh name is not text",
+            facts={"value": shorten_repr(name)},
+            fix="write the name in quotes, for example name: 'mesh1'",
+        )
     explicit_dims = (mesh or {}).get("explicit_dims")
     for key, value in (("devices", devices), ("explicit_dims", explicit_dims)):
         if value is not None and not _is_list_of_texts(value):

@@ -36,11 +36,11 @@ from layoutmap.engines.tensorflow.selfcheck import FAULTS
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of an engine, as two programs on simulated CPU devices. Each prints 1 if its result is correct."""
+    """A fault of a framework, as two programs on simulated CPU devices. Each prints 1 if its result is correct."""
 
     title: str
-    uncorrected: str  # code of a program that uses only the engine
-    corrected: str  # code of the same program with layoutmap
+    uncorrected: str  # code of a program without layoutmap's corrections
+    corrected: str  # code of the same program with these corrections
 
 
 def _list_xla_faults() -> list[Fault]:

@@ -185,7 +185,7 @@ DefaultNames = Mapping[str, Sequence[Any]]
 
 
 def _collect_default_names(model: Any) -> DefaultNames:
-    """Return the `DefaultNames` of a model's sibling layers if the user chose some of these names.
+    """Return the names that look like defaults of Keras, of sibling layers of which the user may have named some.
 
     Paths number these layers in the order of their names. If the user chose some of the names, a rebuilt model may have
     a different order, and weights of equal shapes would be exchanged.

@@ -83,7 +83,7 @@ def mark_graph_recording_temporarily() -> AbstractContextManager[None]:
 
 @contextmanager
 def _replace_inference_mode_temporarily() -> Generator[None]:
-    """Replace `torch.inference_mode` by `no_grad` until the block ends, because DTensors have no views in it."""
+    """Replace `torch.inference_mode` by `no_grad` until the block ends, because DTensors have no views there."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield

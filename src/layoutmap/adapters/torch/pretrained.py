@@ -242,7 +242,7 @@ def _iterate_shards_to_write(
     for device in range(layout.mesh.size):
         holders.setdefault(get_starts_and_stops(layout.shard_slices(tensor.shape, device)), []).append(device)
     local_devices = set(engine.bind_mesh(layout.mesh).local_device_ids)
-    # Processes with equal shards take turns, which spreads the writes.
+    # If several devices hold the same shard, the next one writes it each time, so that all share the writes.
     writers = {ends: devices[turn % len(devices)] for ends, devices in holders.items()}
     if local_devices.intersection(writers.values()):
         for index, values in engine.iterate_shards(tensor, copy=False):

@@ -73,18 +73,18 @@ def make_array_mover(
         for devices, numbers in groups.items()
     ]
 
-    def move_arrays(new_arrays: Arrays) -> list[jax.Array]:
+    def move_to_targets(sources: Arrays) -> list[jax.Array]:
         with suspend_jax_context():
-            new_arrays = [_move_to_device_memory(wait_for_computation_on_cpu(array)) for array in new_arrays]
-            done = dict(zip(computed, conversions(new_arrays), strict=True))
+            sources = [_move_to_device_memory(wait_for_computation_on_cpu(array)) for array in sources]
+            done = dict(zip(computed, conversions(sources), strict=True))
             # JAX would replicate empty results, so create them directly.
             done |= {k: target.make_zeros() for k, target in enumerate(targets) if 0 in target.shape}
             for numbers, program in programs:
-                given = [done[k] if k in done else new_arrays[moves[k].sources[0]] for k in numbers]
+                given = [done[k] if k in done else sources[moves[k].sources[0]] for k in numbers]
                 done.update(zip(numbers, program(given), strict=True))
             return [target.move_to_target(done[k]) for k, target in enumerate(targets)]
 
-    return move_arrays
+    return move_to_targets
 
 
 @dataclass(frozen=True)

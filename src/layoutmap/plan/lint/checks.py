@@ -33,12 +33,12 @@ _LEAST_SHARE = 0.05  # report tables that take at least this share of a device's
 def _find_sums_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
     """Yield a finding for each kernel with a summed axis that is sharded over the batch dim."""
     batch = linted.batch_dim
-    # With activation rules, or if no compiler chooses layouts, the weight is gathered as intended, so there is no
-    # finding. The plan reports weights that are also sharded over a second dim, as "no activations".
+    # With activation rules, or if no compiler chooses layouts, the weight is gathered as intended.
     if batch is None or linted.plan.activations or not linted.plan.free_activations:
         return
     for w in linted.kernels:
         axes = [axis for axis in w.list_axes("in") if {*w.list_dims(axis)} & {*linted.batch_dims}]
+        # The plan itself reports weights that are also sharded over another dim (problem "no activations").
         if not axes or any({*w.list_dims(axis)} - {*linted.batch_dims} for axis in range(len(w.shape))):
             continue
         axis = axes[0]

@@ -298,7 +298,7 @@ def read_stored_array(variable: keras.Variable) -> Any:
 
 
 def read_unpadded_value(variable: keras.Variable, value: Any) -> Any:
-    """Return a variable's unpadded value in device memory, or `value` itself while stored arrays are being read."""
+    """Return `value` unpadded, in device memory, and autocast. While stored arrays are read, only autocast it."""
     if isinstance(value, PaddedArray):
         if _returns_stored_arrays.get():
             return value

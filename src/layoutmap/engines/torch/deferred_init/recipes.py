@@ -111,7 +111,7 @@ class Recipe:
         return "\n".join(lines)
 
     def compute_blocks(self, indices: Sequence[Index]) -> list[torch.Tensor]:
-        """Return the values at some indices, each contiguous and in its own memory.
+        """Return one block per index. Each block is contiguous and has its own memory.
 
         The random numbers are drawn in one pass, in pieces of about 1 MiB, unless `why_global` says otherwise.
         """

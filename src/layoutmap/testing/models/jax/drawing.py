@@ -63,7 +63,7 @@ class JaxBuilder(ModelBuilder):
         super().__init__(choices, choices.sample(self._kinds, 3))
         self.lines: list[ForwardLine] = []
         self._parameters: dict[str, str | Container] = {}
-        # The logits' expression, vocabulary size, and width of the first embedding that can compute logits.
+        # Of the first embedding that can compute logits: the code of the logits, the vocabulary size, and the width.
         self._embedding: tuple[str, int, int] | None = None
         self._num_keys = 0
         self.build_model(max_parts=5)

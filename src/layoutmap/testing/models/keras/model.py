@@ -223,7 +223,8 @@ L = keras.layers
         num_calls, written = Counter(call.layer for call in self.calls), set[str]()
         for call in self.calls:
             layer = self._make_layer_code(self._layers_by_name[call.layer])
-            if num_calls[call.layer] > 1:  # a layer that is called several times needs a variable
+            # Create a layer that is called several times once, and assign it to a Python variable.
+            if num_calls[call.layer] > 1:
                 lines += [] if call.layer in written else [f"{call.layer} = {layer}"]
                 written.add(call.layer)
                 layer = call.layer
