@@ -4,6 +4,7 @@
     python benchmarks/search.py vit whisper         models with these prefixes
     python benchmarks/search.py --draw 50 --seed 1  random models: the found map beside the best map of an
                                                     expert. XLA compiles each for H100 (install its plugin)
+    python benchmarks/search.py --small 4 --seed 1  random transformers of about 10 MB, on h100:8: CPU seconds
     python benchmarks/search.py --measure           the order of five maps by cost and by measured time, on 8 CPUs
 
 The models are those of keras-hub at full size, in bfloat16, with AdamW. "search s" is the wall time of `lm.search`,
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 
-from measure import EIGHT_DEVICES, KERAS_ON_CPU, time_call
+from measure import EIGHT_DEVICES, KERAS_ON_CPU, draw_sizes, time_call
 
 CASES = {  # model: machine, batch, memory of a device
     "llama3_8b": ("h100:64", 64, None),
@@ -171,6 +174,35 @@ def compare_drawn(number, seed):
         print(f"not searched, {times}: {error}")
 
 
+def measure_small(number, seed):
+    """Print the CPU seconds of the search for random transformers of about 10 MB in float32, on 8 devices."""
+    os.environ |= KERAS_ON_CPU
+    import jax
+    import keras
+
+    import layoutmap as lm
+
+    def make(width, blocks):
+        tokens = keras.Input((128,), dtype="int32")
+        x = keras.layers.Embedding(1024, width)(tokens)
+        for _ in range(blocks):
+            y = keras.layers.LayerNormalization()(x)
+            x = x + keras.layers.MultiHeadAttention(8, width // 8)(y, y)
+            y = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(x))
+            x = x + keras.layers.Dense(width)(y)
+        return keras.Model(tokens, keras.layers.Dense(1024)(x))
+
+    batch, times = jax.ShapeDtypeStruct((64, 128), "int32"), []
+    for sizes in draw_sizes(number, seed, {"sizes": ((192, 4), (224, 3), (256, 2), (160, 6))}):
+        build = partial(make, *sizes["sizes"])
+        search = partial(lm.search, build, batch, "h100:8", optimizer="adamw", library="keras", verify=False)
+        seconds, found = time_call(search, time.process_time)
+        times.append(seconds)
+        print(f"width and blocks {sizes['sizes']}: {seconds:.1f} CPU s, {found.num_tried} maps", flush=True)
+    print(f"median {statistics.median(times):.1f} CPU s, worst {max(times):.1f} of {number} drawn sizes")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
+
+
 def compare_orders():
     """Print the order of five maps by cost and by measured steps, on 8 simulated CPU devices."""
     os.environ |= KERAS_ON_CPU | EIGHT_DEVICES
@@ -257,6 +289,8 @@ def main(arguments):
         return measure_search(arguments[1])
     if arguments[:1] == ["--measure"]:
         return compare_orders()
+    if arguments[:1] == ["--small"]:
+        return measure_small(int(arguments[1]), int(arguments[3]))
     if arguments[:1] == ["--draw"]:
         return compare_drawn(int(arguments[1]), int(arguments[3]))
     print("\t".join(HEAD), flush=True)

@@ -15,8 +15,9 @@ and variables first, containers after, each in the order in which they were assi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType, NoneType
 from typing import Any
 
 import keras
@@ -45,6 +46,9 @@ _BOOKKEEPING = frozenset(
         *("_self_saveable_object_factories", "_self_tracked_trackables"),
     )
 )
+
+# Most attributes of a layer have these types, so find them without `isinstance`, which is slow for `Mapping`.
+_PLAIN_TYPES = frozenset((bool, int, float, str, NoneType, FunctionType, MethodType))
 
 
 @dataclass(slots=True)
@@ -184,7 +188,7 @@ def _list_named_children(owner: object) -> list[tuple[str, object]]:
     children: list[tuple[str, object]] = []
     if isinstance(owner, (keras.Sequential, Functional)):
         children += zip(renumber_names(owner.layers), owner.layers, strict=True)
-    walked = [(name, value) for name, value in iterate_public_attributes(owner) if _can_have_variables(value)]
+    walked = [*iterate_public_attributes(owner, _can_have_variables)]
     single = [(n, v) for n, v in walked if not isinstance(v, (Mapping, list, tuple))]
     children += single + [(n, v) for n, v in walked if isinstance(v, (Mapping, list, tuple))]
     if isinstance(owner, keras.layers.Layer):
@@ -192,13 +196,15 @@ def _list_named_children(owner: object) -> list[tuple[str, object]]:
     return children
 
 
-def iterate_public_attributes(owner: object) -> Iterator[tuple[str, object]]:
-    """Yield pairs of a public name and a value, of an object's attributes that are not Keras's bookkeeping."""
+def iterate_public_attributes(
+    owner: object, is_wanted: Callable[[object], bool] = lambda value: True
+) -> Iterator[tuple[str, object]]:
+    """Yield pairs of a public name and a wanted value, of an object's attributes that are not Keras's bookkeeping."""
     # torch stores sublayers separately. List them first, because they usually precede variables, so that a variable
     # with two paths has the same first path on each backend.
     values = {**(vars(owner).get("_modules") or {}), **vars(owner)}
     for name, value in values.items():
-        if name not in _BOOKKEEPING:
+        if name not in _BOOKKEEPING and is_wanted(value):
             yield _find_public_name(owner, name, values), value
 
 
@@ -226,13 +232,13 @@ def _iterate_aliased_variables(layer: object) -> Iterator[tuple[str, object]]:
 
 def _can_have_variables(value: object) -> bool:
     """Return whether a value is a variable, a layer, a seed generator, or a container of these, but no metric."""
-    if isinstance(value, keras.Metric):
+    if type(value) in _PLAIN_TYPES or isinstance(value, keras.Metric):
         return False
     if isinstance(value, (keras.Variable, keras.layers.Layer, keras.random.SeedGenerator)):
         return True
-    if isinstance(value, Mapping):
-        return any(_can_have_variables(v) for v in value.values())
-    return isinstance(value, (list, tuple)) and any(_can_have_variables(v) for v in value)
+    if isinstance(value, (list, tuple)):
+        return any(_can_have_variables(v) for v in value)
+    return isinstance(value, Mapping) and any(_can_have_variables(v) for v in value.values())
 
 
 def _list_objects_without_attribute(

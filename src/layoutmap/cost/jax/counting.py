@@ -64,7 +64,7 @@ def compute_step_counts(
     index of a result to that of the argument that gives it its memory.
     """
     causes = CauseFinder(block, paths, batches={*paths[len(argument_by_donated_result) :]})
-    memories = compute_memory_per_order(
+    *memories, traffic = compute_memory_per_order(
         block, argument_by_donated_result, causes.describe_value if with_peak_tensors else None
     )
     peaks = {(n, *key): peak for n, memory in enumerate(memories) for key, peak in memory.peaks.items()}
@@ -74,7 +74,7 @@ def compute_step_counts(
         for key, found in memory.held_bytes.items()
         for what, num_bytes in found.items()
     }
-    counts = _count_collectives_by_cause(block, causes), count_flops(block), memories[0].traffic, peaks, held
+    counts = _count_collectives_by_cause(block, causes), count_flops(block), traffic, peaks, held
     return StepCounts(*counts, recomputes=any(map(is_remat_barrier, block.ops)))
 
 

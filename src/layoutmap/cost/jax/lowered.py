@@ -19,6 +19,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_names
+from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.paths import find_repeated_layers, replace_numbers_with_stars
@@ -189,6 +190,7 @@ class StepCostCounter:
             for path in blocks[n][number - 1 : -1]
         }
 
+    @pause_garbage_collection()
     def _count_partitioned_module(
         self,
         text: str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from layoutmap.cost.jax.graph import BARRIER, Block, Op, Value
 from layoutmap.cost.table import Collective
@@ -64,32 +65,23 @@ def estimate_memory_upper_bound(
 
 
 # XLA's scheduler puts operations that compute weight gradients last, so their operands stay in memory (decisions/0165).
-def order_gradients_last(ops: Sequence[Op]) -> list[Op]:
+def _order_gradients_last(ops: Sequence[Op], backward_ids: Set[int], gradient_ids: Set[int]) -> list[Op]:
     """Return operations in XLA's order: weight gradients follow the rest of the backward pass, then updates.
 
     XLA schedules from the last operation backward. It begins with the all-reduces of gradients, because only the update
-    waits for them. So the products that compute gradients come last, and their operands stay in memory until then. If
-    activations are recomputed, as a barrier shows, all of them would be in memory at once, so gradients come first.
+    waits for them. So the products that compute gradients come last, and their operands stay in memory until then.
     """
-    if any(map(is_remat_barrier, ops)):
-        return order_gradients_first(ops)
-    late, backward = _find_gradient_op_ids(ops), _find_backward_op_ids(ops)
-    first = [op for op in ops if id(op) not in late]
+    first = [op for op in ops if id(op) not in gradient_ids]
     updates = _find_ids_with_dependents({id(op) for op in ops if op.is_update}, ops)
     return [
-        *_order_forward_first(first, backward),
-        *sorted((op for op in ops if id(op) in late), key=lambda op: id(op) in updates),
+        *_order_forward_first(first, backward_ids),
+        *sorted((op for op in ops if id(op) in gradient_ids), key=lambda op: id(op) in updates),
     ]
 
 
 def is_remat_barrier(op: Op) -> bool:
     """Return whether an operation is a barrier before recomputed activations."""
     return op.name == BARRIER and not op.is_fused and any(value.size > 1 for value in op.operands)
-
-
-def order_gradients_first(ops: Sequence[Op]) -> list[Op]:
-    """Return operations in an order with weight gradients and updates as early as possible."""
-    return _order_forward_first(ops, _find_backward_op_ids(ops), _find_gradient_op_ids(ops))
 
 
 def _order_forward_first(
@@ -100,9 +92,13 @@ def _order_forward_first(
     Operations with ids in `gradient_ids` precede others. A module's text has the results of a step one after another,
     each after the operations that only it needs.
     """
-    missing = {id(op): {id(v.producer) for v in op.operands if v.producer is not None} for op in ops}
     eager = (backward_ids | gradient_ids) - _find_scalar_constant_ids(ops)
-    waiting = {id(op): op for op in ops if id(op) in eager and missing[id(op)] & eager}
+    missing = {
+        id(op): {id(v.producer) for v in op.operands if v.producer is not None}
+        for op in ops
+        if id(op) in eager
+    }
+    waiting = {id(op): op for op in ops if id(op) in eager and not missing[id(op)].isdisjoint(eager)}
     ordered: list[Op] = []
     for first in [op for op in sorted(ops, key=lambda op: id(op) in eager) if id(op) not in waiting]:
         todo = [first]
@@ -137,8 +133,10 @@ def _find_ids_with_dependents(op_ids: Set[int], ops: Sequence[Op]) -> Set[int]:
     """Return `op_ids`, and the ids of all operations that depend on the results of these."""
     found = set(op_ids)
     for op in ops:
-        if any(id(value.producer) in found for value in op.operands):
-            found.add(id(op))
+        for value in op.operands:
+            if id(value.producer) in found:
+                found.add(id(op))
+                break
     return found
 
 
@@ -153,74 +151,93 @@ def _find_gradient_op_ids(ops: Sequence[Op]) -> Set[int]:
     return _find_ids_with_dependents(late, ops)
 
 
+@dataclass(slots=True)
+class OrderMemory:
+    """Peaks of a block's operations in one order: of all, and by layer path and pass, with the bytes stored then."""
+
+    peak: int = 0
+    peaks: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    held_bytes: dict[tuple[str, str], Counter[object]] = field(
+        default_factory=dict[tuple[str, str], Counter[object]]
+    )
+
+
 class BlockMemory:
-    """Memory of a block's operations in a given order, without arguments and without the values in `kept_ids`."""
+    """Memory of a block's operations in one of several orders, without arguments and the values with `kept_ids`."""
 
     def __init__(
         self,
         block: Block,
         kept_ids: frozenset[int] = frozenset(),
-        ops: Sequence[Op] = (),
         describe_value: Callable[[Value], object] | None = None,
     ):
-        self._ops = ops or block.ops
         self._describe_value = describe_value
         self._kept = kept_ids | {id(each) for each in block.arguments}
         self._roots: dict[int, tuple[Value, ...]] = {}
+        # For each operation: buffers that it reads, buffers that it creates, and operands that are copied with padding.
+        self._buffers: dict[int, tuple[Sequence[Value], Sequence[Value], Sequence[Value]]] = {}
         self.inner_peaks: dict[int, int] = {}
         self.traffic = 0
-        self.peaks: dict[tuple[str, str], int] = {}
-        self.held_bytes: dict[tuple[str, str], Counter[object]] = {}
         self._held_inside: dict[int, Counter[object]] = {}
-        self.peak = self._compute_peak_bytes()
+        for op in block.ops:
+            self._find_buffers_of_op(op)
+
+    def _find_buffers_of_op(self, op: Op) -> None:
+        roots = self._roots
+        found: dict[int, Value] = {}
+        for value in op.operands:
+            for root in roots.get(id(value), (value,)):
+                found[id(root)] = root
+        sources, new = [*found.values()], list[Value]()
+        for result in op.results:
+            buffers = roots[id(result)] = self._find_result_buffers(op, result, sources)
+            if buffers == (result,) and id(result) not in self._kept:
+                new.append(result)
+        self._buffers[id(op)] = sources, new, _find_padded_operands(op)
+        self._add_traffic_bytes(op, sources, op.results if op.name == "all_reduce" else new)
 
     def find_buffers(self, value: Value) -> tuple[Value, ...]:
         """Return the values in memory that a value is read from: itself, or those that it views or is fused with."""
         return self._roots.get(id(value), (value,))
 
-    def _compute_peak_bytes(self) -> int:
-        ops = self._ops
+    def compute_peaks(self, ops: Sequence[Op]) -> OrderMemory:
+        """Return the peaks of the block with its operations in a given order."""
         last: dict[int, int] = {}
-        made: dict[int, list[Value]] = {}
+        made: list[list[Value]] = []
         copies: dict[int, Value] = {}
         for number, op in enumerate(ops):
-            roots = (root for value in op.operands for root in self.find_buffers(value))
-            sources = list({id(root): root for root in roots}.values())
-            for result in op.results:
-                self._roots[id(result)] = self._find_result_buffers(op, result, sources)
+            sources, new, padded = self._buffers[id(op)]
             for value in sources:
                 last[id(value)] = number
-            new = [r for r in op.results if self._roots[id(r)] == (r,) and id(r) not in self._kept]
-            made[number] = new
             for value in new:
                 last.setdefault(id(value), number)
-            for operand in _find_padded_operands(op):
+            made.append([*new])
+            for operand in padded:
                 # XLA pads an operand once: the forward product makes the copy, and the gradient's products reuse it.
                 if id(operand) not in copies:
                     copies[id(operand)] = Value(operand.shape, operand.dtype, operand.producer, operand.index)
-                    made[number] = [*made[number], copies[id(operand)]]
+                    made[number].append(copies[id(operand)])
                 last[id(copies[id(operand)])] = number
-            self._add_traffic_bytes(op, sources, op.results if op.name == "all_reduce" else new)
         ends: dict[int, list[int]] = {}
         for value_id, number in last.items():
             ends.setdefault(number, []).append(value_id)
         sizes: dict[int, int] = {}
         values: dict[int, Value] = {}
-        now = peak = 0
+        found, now = OrderMemory(), 0
         for number, op in enumerate(ops):
             for value in made[number]:
-                sizes[id(value)] = value.num_bytes
+                sizes[id(value)] = num_bytes = value.num_bytes
                 values[id(value)] = value
-                now += value.num_bytes
+                now += num_bytes
             here = now + self._compute_inner_peak_bytes(op)
-            peak = max(peak, here)
+            found.peak = max(found.peak, here)
             key = (op.layer_path, "update" if op.is_update else "backward" if op.is_backward else "forward")
-            if self._describe_value is not None and here > self.peaks.get(key, -1):
-                self.held_bytes[key] = self._sum_bytes_by_description((values[each] for each in sizes), op)
-            self.peaks[key] = max(self.peaks.get(key, 0), here)
+            if self._describe_value is not None and here > found.peaks.get(key, -1):
+                found.held_bytes[key] = self._sum_bytes_by_description((values[each] for each in sizes), op)
+            found.peaks[key] = max(found.peaks.get(key, 0), here)
             for value_id in ends.get(number, ()):
                 now -= sizes.pop(value_id, 0)
-        return peak
+        return found
 
     def _sum_bytes_by_description(self, values: Iterable[Value], op: Op) -> Counter[object]:
         """Return a counter from descriptions to bytes: of values, and of those at the peak in a loop or branch."""
@@ -272,11 +289,17 @@ class BlockMemory:
         found = 0
         for inner in op.blocks:
             if id(inner) not in self.inner_peaks:
-                ops = order_gradients_first(inner.ops)
-                memory = BlockMemory(inner, ops=ops, describe_value=self._describe_value)
-                self.inner_peaks[id(inner)] = memory.peak
-                highest = max(memory.peaks, key=lambda key: memory.peaks[key], default=None)
-                held = memory.held_bytes.get(highest, Counter()) if highest else Counter()
+                memory = BlockMemory(inner, describe_value=self._describe_value)
+                backward_ids, gradient_ids = (
+                    _find_backward_op_ids(inner.ops),
+                    _find_gradient_op_ids(inner.ops),
+                )
+                found_inside = memory.compute_peaks(
+                    _order_forward_first(inner.ops, backward_ids, gradient_ids)
+                )
+                self.inner_peaks[id(inner)] = found_inside.peak
+                highest = max(found_inside.peaks, key=lambda key: found_inside.peaks[key], default=None)
+                held = found_inside.held_bytes.get(highest, Counter()) if highest else Counter()
                 self._held_inside[id(inner)] = held
                 self.traffic += memory.traffic * op.trips
             found = max(found, self.inner_peaks[id(inner)])
@@ -321,11 +344,15 @@ def compute_memory_per_order(
     block: Block,
     argument_by_donated_result: Mapping[int, int],
     describe_value: Callable[[Value], object] | None = None,
-) -> tuple[BlockMemory, BlockMemory]:
-    """Return the memory of a step without its arguments, in two orders: with weight gradients last, and first."""
+) -> tuple[OrderMemory, OrderMemory, int]:
+    """Return the memory of a step without its arguments with weight gradients last, and first, and its traffic."""
     kept_ids = frozenset(id(block.return_values[number]) for number in argument_by_donated_result)
-    last, first = (
-        BlockMemory(block, kept_ids, order(block.ops), describe_value)
-        for order in (order_gradients_last, order_gradients_first)
-    )
-    return last, first
+    memory, ops = BlockMemory(block, kept_ids, describe_value), block.ops
+    backward_ids, gradient_ids = _find_backward_op_ids(ops), _find_gradient_op_ids(ops)
+    first = memory.compute_peaks(_order_forward_first(ops, backward_ids, gradient_ids))
+    # If a step recomputes activations, as a barrier shows, all of them would be in memory at once with gradients last.
+    # So XLA computes gradients first, and there is only one order.
+    if any(map(is_remat_barrier, ops)):
+        return first, first, memory.traffic
+    last = memory.compute_peaks(_order_gradients_last(ops, backward_ids, gradient_ids))
+    return last, first, memory.traffic

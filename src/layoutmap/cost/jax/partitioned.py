@@ -11,6 +11,7 @@ devices are computed from the partitioner's tables of small integers.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -166,12 +167,11 @@ class _BlockParser:
             origin = op.layer_path, op.is_backward, op.is_update, op.is_fused
             op.blocks += [self.read_block(name, origin) for name in list_called_computations(line.arguments)]
             op.trips = _count_loop_iterations(op) if line.opcode == "while" else 1
-        op.metadata = _read_attribute(line, r"metadata=\{(.*?)\}")
-        op.function = _read_attribute(line, r'op_name="[^"]*/(erfc?|erf_inv)"')
         values, _, attributes = line.arguments.partition(")")
+        op.metadata, op.function, _, compared = _parse_attributes(attributes)
         is_alone = op.blocks or ("to_apply=" in attributes and line.opcode not in COLLECTIVE_KINDS)
         constant = values * (line.opcode == "constant")
-        op.key = None if is_alone else (constant, _UNEQUAL.sub("", attributes), line.shape)
+        op.key = None if is_alone else (constant, compared, line.shape)
 
 
 class _DevicePositions:
@@ -262,8 +262,23 @@ def _count_library_call_flops(op: Op, line: Instruction) -> int:
     return _count_convolution_flops(*of, line)
 
 
+# A search parses a module for each map, and most of their operations have equal attributes, so cache the results.
+@functools.lru_cache(maxsize=2**14)
+def _parse_attributes(attributes: str) -> tuple[str, str, Origin, str]:
+    """Return an operation's metadata, function, and origin, and the attributes that decide about its result."""
+    metadata = re.search(r"metadata=\{(.*?)\}", attributes)
+    name = re.search(r'op_name="([^"]*)"', attributes)
+    function = re.search(r'op_name="[^"]*/(erfc?|erf_inv)"', attributes)
+    return (
+        metadata[1] if metadata else "",
+        function[1] if function else "",
+        parse_op_origin(name[1] if name else ""),
+        _UNEQUAL.sub("", attributes),
+    )
+
+
 def _read_origin(line: Instruction, caller: Origin) -> Any:
-    found = parse_op_origin(_read_attribute(line, r'op_name="([^"]*)"'))
+    found = _parse_attributes(line.arguments.partition(")")[2])[2]
     return tuple(own or outer for own, outer in zip(found, caller, strict=True)) if caller else found
 
 
@@ -297,16 +312,24 @@ def _read_scalar_constant(value: Value | None) -> int | None:
 
 
 def _parse_shape(text: str) -> tuple[int, ...]:
+    return _parse_shape_and_dtype(text)[0]
+
+
+@functools.lru_cache(maxsize=2**12)
+def _parse_shape_and_dtype(text: str) -> tuple[tuple[int, ...], str]:
+    """Return the first shape in a text, and its dtype in the notation of `Value`. Without one, the dtype is empty."""
     found = SHAPE.search(text)
-    return tuple(int(n) for n in found[2].split(",") if n) if found else ()
+    if not found:
+        return (), ""
+    return tuple(int(n) for n in found[2].split(",") if n), convert_xla_dtype_name(found[1])
 
 
 def _make_values_of_shape(shape: str) -> Any:
     """Return a new value of a shape in HLO's notation, or a list of values for a tuple."""
     if not shape.startswith("("):
-        found = SHAPE.search(shape)
+        dims, dtype = _parse_shape_and_dtype(shape)
         # If the text is no shape, the value is a token, so return a value without elements.
-        return Value(_parse_shape(shape), convert_xla_dtype_name(found[1])) if found else Value((0,), "bool")
+        return Value(dims, dtype) if dtype else Value((0,), "bool")
     return [_make_values_of_shape(each) for each in _split_tuple_shape(shape)]
 
 
