@@ -278,7 +278,7 @@ def _parse_name_table_line(path: Any, value: Any) -> NameTableLine:
     if axes is None:
         if several:
             raise ValueError(
-                "several names need axes, which says how to join them, as in 'out in -> both out in'"
+                "a list of names needs the key 'axes', which says how to join them, as in 'out in -> both out in'"
             )
         return NameTableLine(pattern, (TensorPattern(name_patterns[0]),))
     if not isinstance(axes, str):

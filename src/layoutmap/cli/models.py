@@ -83,7 +83,7 @@ def make_published_model_function(model: PublishedModel, dtype: str | None) -> C
 
 
 def make_preset_layout_map(options: Any, mesh: Mesh | None, model: PublishedModel | None) -> LayoutMap | None:
-    """Return the map of `--preset`, else, without `--rules`, of the published model's preset, else `None`."""
+    """Return the map of `--preset`, or of the published model's preset if `--rules` is not given, or `None`."""
     name = options.preset or (model.preset if model is not None and not options.rules else None)
     for option, value, condition, is_met in (
         ("--preset", options.preset, "without --rules", not options.rules),

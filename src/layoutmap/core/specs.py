@@ -50,7 +50,7 @@ def normalize_specs(specs: Any, mesh: Mesh) -> tuple[ShardingSpec, ...]:
     Raises:
         LayoutError: The value is not a list of specs, a spec is not a dim of the mesh, or a dim is used twice.
     """
-    _check_specs_are_ordered(specs, mesh)
+    _check_specs_are_list_like(specs, mesh)
     specs = tuple(_normalize_spec(spec, mesh) for spec in specs)
     used: set[str] = set()
     known = {UNSHARDED, *mesh.dim_names}
@@ -90,7 +90,7 @@ def _format_dims_fix(mesh: Mesh) -> str:
     return f"use one of {', '.join(map(repr, (*mesh.dim_names, UNSHARDED)))}"
 
 
-def _check_specs_are_ordered(specs: Any, mesh: Mesh) -> None:
+def _check_specs_are_list_like(specs: Any, mesh: Mesh) -> None:
     """Raise a `LayoutError` for a value without one item per axis in order: a set, a dict, a text, or a number."""
     if isinstance(specs, str):
         what, why = "are one text", "a layout has one sharding spec for each axis"

@@ -131,7 +131,7 @@ def find_unused_rule_problems(
 def _find_word_correction(
     rule: Rule, words: WordSearch, paths: Mapping[str, PathRule], num_wins: Mapping[int, int]
 ) -> tuple[list[str], str]:
-    """Return the paths that a rule gains if one mistyped word is corrected, and its pattern then, as a pair."""
+    """Return the paths that a rule gains by its best correction of one mistyped word, and the corrected pattern."""
     corrections = [
         (_list_gained_paths(rule, pattern, {path: paths[path] for path in near}, num_wins), pattern)
         for _, pattern, near in words.iterate_corrections(rule.pattern)

@@ -169,7 +169,7 @@ def find_preset_containing_rules(rules: RuleSet) -> PresetArguments | None:
     if mesh is None or not rules:
         return None
     for name in presets.list_presets():
-        # Most presets are for other model families, so create layouts only for presets with all patterns of the rules.
+        # Most presets are for other model families, so create layouts only for a preset with all patterns in `rules`.
         fields = presets.read_preset(name, mesh, None, None)
         for model_dim in (*mesh.dim_names, None) if fields.rules.keys() >= set(rules) else ():
             for fsdp_dim in (None, *(dim for dim in mesh.dim_names if dim != model_dim)):

@@ -317,7 +317,7 @@ def test_skipping_leaves_the_generator_as_drawing_does(draw: RandomFill):
 
 def test_this_torch_lets_its_generator_jump():
     """The state is written as we know it, so that skipping costs no drawing."""
-    assert jump.can_jump_exactly()
+    assert jump.can_advance_generator_exactly()
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -60,7 +60,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._num_before = 0  # number of batches of this epoch that were trained before the run was resumed
         self._is_new = False  # whether the last step has not been offered to the manager yet
 
-    # Keras reads batches ahead of training, so record the data state after each batch (decisions/0081).
+    # Keras reads batches ahead of training, so keep the data state of each step, not only the newest (decisions/0081).
     def batches(self) -> Iterator[object]:
         """Yield batches for `fit`, starting after the last trained batch.
 

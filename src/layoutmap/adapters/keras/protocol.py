@@ -41,7 +41,7 @@ class ThreadState(threading.local):
     # Whether initializers run. If not, a draw of a seed first draws the seeds of variables created earlier.
     is_running_initializers: bool = False
     is_exporting: bool = False  # whether a model is being exported, so that it computes on one device
-    # Maps a weight's layout to the one in which the called layer reads it. None: the usual layout.
+    # Maps a weight's layout from `derive_compute_layout` to the one that the called layer reads. None: no change.
     to_reading_layout: Callable[[Layout], Layout] | None = None
     gathering_level: int = 0  # level of gathering of the running function, see `GatheringLevel`
     # Whether the inputs of the outermost call are replicated, so that its gradients are not partial sums.

@@ -43,7 +43,7 @@ _REQUIRED_SLOTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentu
 """By optimizer setting, the slot that the first step then creates, and without which later steps fail."""
 
 
-# torch creates slots in the first step, so list saved slots before they exist (decisions/0082).
+# torch creates slots only in the first step, so also list slots that exist only in the checkpoint (decisions/0082).
 def list_stored_variables(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, saved: SavedOptimizer | None = None
 ) -> list[StoredVariable]:

@@ -75,9 +75,10 @@ def check_slots_match_unsharded(optimizer: torch.optim.Optimizer) -> None:
             if layout is None or key in done:
                 continue
             done.add(key)
-            full, has_failed = _run_step_on_copy(optimizer, group, _make_unsharded_meta_copy(parameter))
-            sharded, failed = _run_step_on_copy(optimizer, group, _make_sharded_meta_copy(parameter))
-            if has_failed or failed:  # the step needs values, so compare only slots that both copies have
+            full, unsharded_failed = _run_step_on_copy(optimizer, group, _make_unsharded_meta_copy(parameter))
+            sharded, sharded_failed = _run_step_on_copy(optimizer, group, _make_sharded_meta_copy(parameter))
+            # A step that needs values or a closure fails, maybe before it creates all slots, so compare common slots.
+            if unsharded_failed or sharded_failed:
                 full, sharded = (
                     {name: each[name] for name in full.keys() & sharded} for each in (full, sharded)
                 )

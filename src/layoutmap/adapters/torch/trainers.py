@@ -43,7 +43,7 @@ def iterate_accelerate_patches() -> Iterator[AttributePatch]:
     def wrap_prepare(original: Function) -> Function:
         def prepare(self: object, *args: object, **options: object) -> object:
             # Accelerate splits data loaders among the processes that it counts, so change the count first.
-            _count_one_process_for_shared_model(*args)
+            _make_accelerate_count_one_process_if_shared(*args)
             return original(self, *args, **options)
 
         return prepare
@@ -182,7 +182,7 @@ _SINGLE_PROCESS = _OneProcessCountPatch()
 
 # A sharded model takes the global batch in each process, so accelerate must not split batches (decisions/0215). But if
 # each process passes only its own rows, accelerate splits batches among the shards of the batch (decisions/0305).
-def _count_one_process_for_shared_model(*values: object) -> None:
+def _make_accelerate_count_one_process_if_shared(*values: object) -> None:
     """Make accelerate count one process if a value is a sharded model that several processes share."""
     contexts = [each for each in map(_find_multiprocess_scope, values) if each is not None]
     if contexts:
@@ -196,7 +196,7 @@ def iterate_trainer_patches() -> Iterator[AttributePatch]:
 
     def wrap_accelerator_creation(original: Function) -> Function:
         def create_accelerator_and_postprocess(self: Any) -> None:
-            _count_one_process_for_shared_model(self.model)
+            _make_accelerate_count_one_process_if_shared(self.model)
             original(self)
 
         return create_accelerator_and_postprocess

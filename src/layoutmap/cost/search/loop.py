@@ -79,7 +79,7 @@ class SearchOutcome:
 
     best: Candidate
     built_in_maps: tuple[Candidate, ...]  # the best one first
-    maps: frozenset[str]  # YAML text of each map that was tried, with or without recomputing
+    maps: frozenset[str]  # YAML text of each map that was tried, with activations stored or recomputed
     is_complete: bool  # False if the search was interrupted
     runners_up: tuple[Candidate, ...] = ()  # next best maps, in case XLA needs more memory for the best
     without_recomputing: Candidate | None = None  # best map without recomputing, if `best` recomputes

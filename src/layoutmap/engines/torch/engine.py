@@ -136,8 +136,8 @@ class TorchEngine:
         try:
             used = {key: initializers[key] for key in assignments}
             seeds = broadcast_seeds(used)
-            # Processes compute different blocks, so compare the random state that the blocks come from. The
-            # scope has already compared recipes, which contain that state.
+            # Processes compute different blocks, so compare the random state that the blocks come from. Skip this if
+            # all have recipes, because recipes contain that state, and the scope has compared them.
             if has_other_processes() and any(
                 each.blocks is not None and each.recipe is None for each in used.values()
             ):

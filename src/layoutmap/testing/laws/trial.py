@@ -192,7 +192,8 @@ class Trial:
 
     def _compare_in_float32(self) -> Iterator[ParityRow]:
         """Yield the differences between an unsharded model and a float32 model of equal weights: its rounding."""
-        if self.case.precision not in ("float32", *QUANTIZED):  # a float32 model has no quantized weights
+        # A float32 model has no rounding to measure, and cannot take quantized weights.
+        if self.case.precision not in ("float32", *QUANTIZED):
             reference = self.create_unsharded_model()
             wide_trial = Trial(self.case.to_precision("float32"))
             yield from self._compare_two_models(

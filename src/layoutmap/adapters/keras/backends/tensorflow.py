@@ -95,7 +95,7 @@ class TensorFlowBackend(Backend):
         return not tf.executing_eagerly()
 
     def store_value(self, variable: Any, value: Any, assignment: Assignment, session: KerasSession) -> object:
-        """Store a `DVariable` that is read in supported layouts. Return the new `_layout`, which identifies it."""
+        """Store a `DVariable`, read in layouts that DTensor supports. Return a `_layout` that identifies `variable`."""
         if not assignment.layout.is_fully_replicated() or is_building_eagerly():
             value.value = make_weight_reader(value, assignment.layout, session)
         keras_layout = object()

@@ -58,7 +58,7 @@ def jump_ahead(generator: torch.Generator, num_words: int) -> None:
 
 
 @functools.cache
-def can_jump_exactly() -> bool:
+def can_advance_generator_exactly() -> bool:
     """Return whether `jump_ahead` leaves a generator of this torch version in the same state as drawing numbers."""
     drawn, jumped = torch.Generator("cpu"), torch.Generator("cpu")
     try:

@@ -72,7 +72,7 @@ class RandomFill:
         # cache.
         ahead = (numel - _RNG_GROUP) // _RNG_GROUP * _RNG_GROUP
         # For few numbers, drawing and discarding them is faster than a jump.
-        if ahead * words >= _MIN_JUMP_WORDS and jump.can_jump_exactly():
+        if ahead * words >= _MIN_JUMP_WORDS and jump.can_advance_generator_exactly():
             jump.jump_ahead(generator, ahead * words)
             numel -= ahead
         scratch = _get_scratch_buffer((2 if self.strided else 1) * min(numel, PIECE + _RNG_GROUP), self.dtype)

@@ -61,7 +61,7 @@ check_names_exist(
 _TORCH_NAMESPACES = ("aten", "prims", *COLLECTIVES)
 
 
-def is_custom_operator(function: Function) -> bool:
+def is_custom_operator_without_rule(function: Function) -> bool:
     """Return whether a function is an operator from outside torch without a registered sharding rule."""
     if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _TORCH_NAMESPACES:
         return False

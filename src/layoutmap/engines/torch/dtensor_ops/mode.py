@@ -38,7 +38,7 @@ from layoutmap.engines.torch.changes import keep_patches_while_alive
 from layoutmap.engines.torch.dtensor_ops.attention import ATTENTION, ATTENTION_BY_SHARDS
 from layoutmap.engines.torch.dtensor_ops.class_losses import CLASS_LOSSES
 from layoutmap.engines.torch.dtensor_ops.convolutions import CONVOLUTIONS
-from layoutmap.engines.torch.dtensor_ops.dispatch import is_custom_operator
+from layoutmap.engines.torch.dtensor_ops.dispatch import is_custom_operator_without_rule
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     GATHERED,
     READS,
@@ -214,7 +214,7 @@ def _determine_function_traits(func: Function, draws_by_shards: bool) -> _Functi
     return _FunctionTraits(
         handler=handler
         or _HANDLERS.get(func)
-        or (skip_function_modes(compute_custom_operator) if is_custom_operator(func) else None),
+        or (skip_function_modes(compute_custom_operator) if is_custom_operator_without_rule(func) else None),
         changes=isinstance(func, OPERATORS) or is_in_place(func),
         indexes=func in _INDEXING,
         joins=func in JOINS,

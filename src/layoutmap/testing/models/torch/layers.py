@@ -97,7 +97,7 @@ def draw_recurrent(choices: Choices, shape: Shape) -> tuple[str, str, Shape]:
 def draw_attention(
     choices: Choices, shape: Shape, key_value: str = "{x}", key_shape: Shape | None = None
 ) -> tuple[str, str, Shape]:
-    """Draw attention of a sequence to itself, or to the sequence `key_value` of shape `key_shape`."""
+    """Draw a layer for self-attention, or for cross-attention to the sequence `key_value` of shape `key_shape`."""
     (length, width), (num_keys, size) = shape, key_shape or shape
     options = format_keyword_arguments(
         kdim=size if size != width else None,
