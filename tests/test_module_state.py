@@ -31,7 +31,7 @@ STATE = {
     "adapters.torch.optimizer_hooks._replaced_tensors": "tensors that a model had before a layout, while they live",
     "adapters.torch.optimizer_hooks._num_compared_groups": "optimizers that all processes have compared",
     "engines.tensorflow.selfcheck._is_correct": "whether DTensor computes right in this process: found by experiments",
-    "engines.torch.deferred_init.jump.can_advance_generator_exactly": "whether torch's generators jump, by an experiment",
+    "engines.torch.deferred_init.jump.can_advance_generator_exactly": "whether torch's generators jump: tried out",
     # what is known of a framework's objects that cannot be told from the objects
     "engines.tensorflow.arrays._mesh_of_native": "our first mesh for one of DTensor's, which makes it anew",
     "engines.tensorflow.combined._current": "of each thread: the values that the step being traced writes at its end",
