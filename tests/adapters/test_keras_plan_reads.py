@@ -203,7 +203,9 @@ def test_weights_that_are_used_one_by_one(make, use, monkeypatch):
         lambda self, variable, *rest: (stored.append(id(variable)), plain_store(self, variable, *rest))[1],
     )
     monkeypatch.setattr(
-        paths, "iterate_public_attributes", lambda owner: (looks.append(owner), plain_look(owner))[1]
+        paths,
+        "iterate_public_attributes",
+        lambda owner, *rest: (looks.append(owner), plain_look(owner, *rest))[1],
     )
     num_looks = []
     for count in (4, 8, 12):

@@ -196,6 +196,8 @@ class Plan(PlanTable):
     def to_partition_specs(self, tree: object = None) -> Any:
         """Return the layouts as `PartitionSpec`s of JAX, with an entry for each axis.
 
+        A `PartitionSpec` has no memory kind. `to_named_shardings` keeps that of weights in host memory.
+
         Args:
             tree: Pytree whose arrays are variables of the plan. Their paths are their keys joined by dots.
 
