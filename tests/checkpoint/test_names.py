@@ -247,7 +247,10 @@ WRONG: dict[str, tuple[str, str]] = {
         r"(?s)line  3.*a parenthesis is not closed",
     ),
     "other axes": ("version: 1\nnames:\n  a: {from: b, axes: c -> d}", r"(?s)line  3.*on only one side"),
-    "no join": ("version: 1\nnames:\n  a: {from: [b, c]}", r"(?s)line  3.*'axes', which says how to join them"),
+    "no join": (
+        "version: 1\nnames:\n  a: {from: [b, c]}",
+        r"(?s)line  3.*'axes', which says how to join them",
+    ),
     "two joins": ("version: 1\nnames:\n  a: {from: [b, c], axes: d -> e f d}", r"(?s)line  3.*not 2"),
 }
 
