@@ -142,10 +142,8 @@ def measure_kind(kind: str, blocks: int) -> dict[str, float]:
         Timer(agreement.compute_checksum),
         Timer(agreement.CallComparisonSchedule.count_call_and_check_due),
     ]
-    agreement.check_same_program, agreement.gather_unequal_texts_and_checksums, agreement.compute_checksum = (
-        programs,
-        *timers[:2],
-    )  # type: ignore[assignment]
+    agreement.check_same_program = programs  # type: ignore[assignment]
+    agreement.gather_unequal_texts_and_checksums, agreement.compute_checksum = timers[:2]  # type: ignore[assignment]
     due = list[bool]()
 
     def count_call_and_check_due(schedule: agreement.CallComparisonSchedule) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 
 _MIN_SCORE = 0.6
 _MIN_WORD_SCORE = 0.75
@@ -169,14 +170,23 @@ class WordSearch:
         qeury .*\\.(query|key|value)\\.bias ['attention.query.bias']
     """
 
-    def __init__(self, paths: Iterable[str], max_comparisons: int) -> None:
+    def __init__(self, paths: Sequence[str], max_comparisons: int) -> None:
         self._left = max_comparisons
-        self._paths: dict[str, list[str]] = {}
-        for path in paths:
-            for word in {*_LETTERS.findall(path)}:
-                self._paths.setdefault(word, []).append(path)
-        self._text = " ".join(self._paths)
+        self._paths = paths
         self._similar: dict[str, list[str]] = {}
+
+    # Most plans have no rule to correct, so read the words of all paths only for the first one.
+    @cached_property
+    def _paths_by_word(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for path in self._paths:
+            for word in {*_LETTERS.findall(path)}:
+                found.setdefault(word, []).append(path)
+        return found
+
+    @cached_property
+    def _joined_words(self) -> str:
+        return " ".join(self._paths_by_word)
 
     def iterate_corrections(self, pattern: str) -> Iterator[tuple[str, str, Sequence[str]]]:
         """Yield each word of a pattern that is in no path, the pattern for a similar word, and paths with that word.
@@ -187,21 +197,20 @@ class WordSearch:
             return
         for match in _LETTERS.finditer(pattern):
             word = match.group()
-            if word not in self._text:
+            if word not in self._joined_words:
                 for other in self._find_similar_words(word):
-                    paths = self._paths[other]
-                    self._left -= (
-                        1 + len(paths) // 50
-                    )  # to match a path takes less time than to compare two words
+                    paths = self._paths_by_word[other]
+                    # Matching a path takes less time than comparing two words, so 50 paths count as one comparison.
+                    self._left -= 1 + len(paths) // 50
                     if self._left > 0:
                         yield word, f"{pattern[: match.start()]}{other}{pattern[match.end() :]}", paths
 
     def _find_similar_words(self, word: str) -> list[str]:
         if word not in self._similar:
-            if len(self._paths) > self._left:
+            if len(self._paths_by_word) > self._left:
                 return []
-            self._left -= len(self._paths)
-            self._similar[word] = difflib.get_close_matches(word, self._paths, cutoff=_MIN_WORD_SCORE)
+            self._left -= len(self._paths_by_word)
+            self._similar[word] = difflib.get_close_matches(word, self._paths_by_word, cutoff=_MIN_WORD_SCORE)
         return self._similar[word]
 
 

@@ -95,9 +95,8 @@ class PaddedArray:
         pairs = zip(self.shape, self.array.shape, _pad_spec_to_rank(self.sharding, self.ndim), strict=True)
         spec = PartitionSpec(*(each if size == padded else None for size, padded, each in pairs))
         sharding = NamedSharding(self.sharding.mesh, spec)
-        with use_mesh(
-            sharding.mesh
-        ):  # JAX refuses a slice under a mesh with other axis types, so set this mesh
+        # JAX refuses a slice under a mesh with other axis types, so set this mesh.
+        with use_mesh(sharding.mesh):
             return _gather_without_padding(self.array, self.shape, sharding)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> NumpyArray:

@@ -30,9 +30,8 @@ _marks: Any = WeakIdKeyDictionary()
 def record_if_local_tensor_is_shard(local: torch.Tensor, placements: Sequence[Placement]) -> torch.Tensor:
     """Record, for the local tensor of a DTensor, whether it differs between devices, and return the local tensor."""
     differs = not all(each.is_replicate() for each in placements)
-    if (
-        differs or list_function_modes()
-    ):  # only function modes read the value `False`, so without a mode, store only `True`
+    # Only function modes read the value `False`, so without a mode, store only `True`.
+    if differs or list_function_modes():
         _marks[local] = differs
     return local
 

@@ -119,9 +119,8 @@ def _swap_tensors(original: Callable[..., None], t1: torch.Tensor, t2: torch.Ten
     set_shell: Callable[..., None] = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
     for each, (local, spec) in zip(both, reversed(contents), strict=True):
         if each.is_leaf:
-            increment_change_counter(
-                get_storage(each)
-            )  # a backward pass that needs the old values must raise
+            # A backward pass that needs the old values must raise.
+            increment_change_counter(get_storage(each))
         set_shell(each, make_dtensor(local, spec))
         set_local_tensor(each, local, spec)
 

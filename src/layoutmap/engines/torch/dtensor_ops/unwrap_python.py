@@ -28,9 +28,8 @@ def copy_without_override_check(function: Function, **replaced_globals: Function
     """
     questions = [name for name in function.__code__.co_names if name.startswith(_OVERRIDE_CHECK)]
     scope = {**function.__globals__, **dict.fromkeys(questions, _return_false), **replaced_globals}
-    if (
-        "overrides" in function.__code__.co_names
-    ):  # `torch.nn.init` calls the check as `torch.overrides.<name>`, so replace `torch`
+    # `torch.nn.init` calls the check as `torch.overrides.<name>`, so replace `torch`.
+    if "overrides" in function.__code__.co_names:
         scope["torch"] = _TORCH
     made = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
