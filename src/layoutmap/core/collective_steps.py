@@ -1,31 +1,44 @@
-"""Find the slices, all-gathers, and all-to-alls that change a layout without sending more than it requires."""
+"""Find the slices, permutes, all-to-alls, and all-gathers that change a layout and send no more than it requires."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import chain, combinations, islice, product
+from typing import Any
 
 from layoutmap.core.blocks import Ends
 
-Groups = tuple[tuple[int, ...], ...]
-"""Groups of devices, each in the order of its parts. All groups have one size, and each device is in one of them."""
+Coordinates = tuple[int | None, ...]
+"""Position of a block along each factor of an array's shape; `None`: the block contains the whole factor."""
+
+_MAX_TRIED = 64
+"""The largest number of sets of exchanged factors to try. Their number grows exponentially with the mesh dims."""
 
 
 @dataclass(frozen=True, slots=True)
 class SliceStep:
-    """Describe a step in which each device keeps a part of its block, without sending anything.
+    """Describe a step in which each device keeps one element of some factors, without sending anything.
 
     Args:
-        axis: The axis that is sliced.
-        starts: The start of the part that each device keeps, in its block.
-        size: The length of the part.
+        factors: The factors that are sliced.
+        kept: For each device, the position that it keeps of each of these factors.
     """
 
-    axis: int
-    starts: tuple[int, ...]
-    size: int
+    factors: tuple[int, ...]
+    kept: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PermuteStep:
+    """Describe a step in which each device gets the block of one device, possibly its own.
+
+    Args:
+        pairs: Pairs of a sender and a receiver. Each device is sender and receiver at most once.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,137 +46,309 @@ class ExchangeStep:
     """Describe an all-gather or an all-to-all of the devices of each group.
 
     Args:
-        joined_axis: The axis along which a device joins the parts that it gets.
-        split_axis: The axis along which each device splits its block, one part for each device of its group. `None`:
-            an all-gather, in which each device sends its whole block.
-        groups: The groups of devices.
+        joined: The factors along which a device joins the parts that it gets, in the order of the group.
+        split: The factors along which each device splits its block, one part for each device of its group. Empty: an
+            all-gather, in which each device sends its whole block.
+        groups: The groups of devices. All have one size, and each device is in one of them.
+        parts: For each device, the part that it sends to each device of its group; empty: part i to device i.
     """
 
-    joined_axis: int
-    split_axis: int | None
-    groups: Groups
+    joined: tuple[int, ...]
+    split: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[int, ...], ...] = ()
 
 
-CollectiveStep = SliceStep | ExchangeStep
+CollectiveStep = SliceStep | PermuteStep | ExchangeStep
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSteps:
+    """Describe steps that lead from the stored block of each device to its wanted block.
+
+    Each axis is factored, so that each block contains one element or all of a factor: an axis of 24 rows that is first
+    sharded in 2 parts and then in 4 has the factors 2, 2, and 6.
+
+    Args:
+        shape: Shape to which a device reshapes its stored block: one axis for each factor of the array's axes.
+        lengths: The lengths of all factors.
+        steps: The steps.
+    """
+
+    shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+    steps: tuple[CollectiveStep, ...]
 
 
 # Collectives of groups are faster than permutes that send the same blocks, so prefer them (decisions/0240).
 def find_collective_steps(
     stored: Sequence[Ends], wanted: Sequence[Ends], num_missing: int
-) -> tuple[CollectiveStep, ...] | None:
+) -> CollectiveSteps | None:
     """Return steps after which each device has its wanted block, or None if such steps send more than is missing.
 
     Args:
         stored: The block of each device.
-        wanted: The block that each device needs. All blocks have one shape, as those of `stored` do.
+        wanted: The block that each device needs.
         num_missing: The number of elements that all devices must receive.
 
     Example:
         >>> halves, whole = [((0, 2),), ((2, 4),)], [((0, 4),), ((0, 4),)]
-        >>> find_collective_steps(halves, whole, 4)
-        (ExchangeStep(joined_axis=0, split_axis=None, groups=((0, 1),)),)
+        >>> find_collective_steps(halves, whole, 4).steps
+        (ExchangeStep(joined=(0,), split=(), groups=((0, 1),), parts=()),)
     """
-    grown_axes, shrunk_axes = list[int](), list[int]()
-    for axis in range(len(stored[0])):
-        spans = [(have[axis], want[axis]) for have, want in zip(stored, wanted, strict=True)]
-        if all(_is_range_inside(want, have) for have, want in spans):
-            shrunk_axes += [axis] * any(have != want for have, want in spans)
-        elif all(_is_range_inside(have, want) for have, want in spans):
-            grown_axes.append(axis)
-        else:
-            return None
-    exchanged: list[tuple[int, int] | None] = [None, *product(grown_axes, shrunk_axes)]
-    for pair in exchanged:
-        steps, num_received = list[CollectiveStep](), 0
-        for step, received in _iterate_collective_steps([*stored], wanted, grown_axes, shrunk_axes, pair):
-            if step is None:
-                break
-            steps.append(step)
-            num_received += received
-        else:
-            if num_received == num_missing:
-                return tuple(steps)
+    axes = [
+        _factor_axis([block[axis] for block in stored], [block[axis] for block in wanted])
+        for axis in range(len(stored[0]))
+    ]
+    factored = [axis for axis in axes if axis is not None]
+    if len(factored) < len(axes):
+        return None
+    lengths = tuple(length for each, _, _ in factored for length in each)
+    have = [
+        tuple(chain.from_iterable(places)) for places in zip(*(each for _, each, _ in factored), strict=True)
+    ]
+    want = [
+        tuple(chain.from_iterable(places)) for places in zip(*(each for _, _, each in factored), strict=True)
+    ]
+    grown = [n for n in range(len(lengths)) if want[0][n] is None and have[0][n] is not None]
+    shrunk = [n for n in range(len(lengths)) if have[0][n] is None and want[0][n] is not None]
+    for joined, split in islice(_iterate_exchanged_factors(lengths, grown, shrunk), _MAX_TRIED):
+        finder = _StepFinder(
+            lengths=lengths,
+            have=have,
+            want=want,
+            joined=joined,
+            split=split,
+            gathered=tuple(n for n in grown if n not in joined),
+            sliced=tuple(n for n in shrunk if n not in split),
+        )
+        steps = finder.find_steps()
+        if steps is not None and finder.count_received_elements(steps) == num_missing:
+            shape = (1 if place is not None else n for n, place in zip(lengths, have[0], strict=True))
+            return CollectiveSteps(tuple(shape), lengths, steps)
     return None
 
 
-def _iterate_collective_steps(
-    blocks: list[Ends],
-    wanted: Sequence[Ends],
-    grown_axes: Sequence[int],
-    shrunk_axes: Sequence[int],
-    exchanged_axes: tuple[int, int] | None,
-) -> Iterator[tuple[CollectiveStep | None, int]]:
-    """Yield pairs of a step and the number of received elements. If a step is impossible, yield `(None, 0)` and stop.
+def _factor_axis(
+    stored: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[Coordinates], list[Coordinates]] | None:
+    """Return the lengths of an axis's factors, and the coordinates of each stored and each wanted block.
 
-    Slices come first, because later steps then send less. `exchanged_axes` are the axes of an all-to-all.
+    Return None if blocks have unequal lengths, or if neither number of blocks divides the other.
+    """
+    size = max(stop for _, stop in stored)
+    counts = list[int]()
+    for spans in (stored, wanted):
+        length = spans[0][1] - spans[0][0]
+        if not length or size % length or any(b - a != length or a % length for a, b in spans):
+            return None
+        counts.append(size // length)
+    few, many = sorted(counts)
+    if many % few:
+        return None
+    factors = [*_find_prime_factors(few), *_find_prime_factors(many // few)]
+
+    def compute_coordinates(start: int, count: int) -> Coordinates:
+        """Return the coordinates of the block at `start` of `count` equal blocks."""
+        found, number = list[int | None](), start * count // size
+        for factor in factors:
+            is_sharded, count = count > 1, max(1, count // factor)
+            found.append(number // count if is_sharded else None)
+            number %= count
+        return (*found, None)
+
+    return (
+        [*factors, size // many],
+        [compute_coordinates(start, counts[0]) for start, _ in stored],
+        [compute_coordinates(start, counts[1]) for start, _ in wanted],
+    )
+
+
+def _find_prime_factors(number: int) -> list[int]:
+    factors, factor = list[int](), 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
+
+
+def _iterate_exchanged_factors(
+    lengths: Sequence[int], grown: Sequence[int], shrunk: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield factors that an all-to-all can join and split, so that it has as many parts of both: none, all, others."""
+    for joined in _iterate_subsets(grown):
+        size = math.prod(lengths[n] for n in joined)
+        for split in _iterate_subsets(shrunk):
+            if math.prod(lengths[n] for n in split) == size:
+                yield joined, split
+
+
+def _iterate_subsets(values: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the subsets of values: the empty one, and then the others, largest first."""
+    yield ()
+    for count in range(len(values), 0, -1):
+        yield from combinations(values, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StepFinder:
+    """Find a slice, a permute, an all-to-all, and an all-gather, without those that change nothing.
+
+    Args:
+        lengths: The lengths of the factors.
+        have: The coordinates of each device's stored block.
+        want: The coordinates of each device's wanted block.
+        joined: The factors that the all-to-all joins.
+        split: The factors that the all-to-all splits.
+        gathered: The factors that the all-gather joins.
+        sliced: The factors that the slice removes.
     """
 
-    def replace_ranges_by_wanted(axes: Sequence[int]) -> list[Ends]:
-        return [
-            tuple(want[axis] if axis in axes else span for axis, span in enumerate(have))
-            for have, want in zip(blocks, wanted, strict=True)
-        ]
+    lengths: Sequence[int]
+    have: Sequence[Coordinates]
+    want: Sequence[Coordinates]
+    joined: tuple[int, ...]
+    split: tuple[int, ...]
+    gathered: tuple[int, ...]
+    sliced: tuple[int, ...]
 
-    for axis in shrunk_axes:
-        if exchanged_axes is None or axis != exchanged_axes[1]:
-            starts = tuple(want[axis][0] - have[axis][0] for have, want in zip(blocks, wanted, strict=True))
-            blocks = replace_ranges_by_wanted([axis])
-            yield SliceStep(axis, starts, _compute_range_length(blocks[0][axis])), 0
-    if exchanged_axes is not None:
-        axis, split_axis = exchanged_axes
-        groups = _group_devices_by_result(replace_ranges_by_wanted([axis]), blocks, axis)
-        if groups is None or not _are_split_in_order(blocks, wanted, split_axis, groups):
-            yield None, 0
-            return
-        num_elements, size = _count_elements(blocks), len(groups[0])
-        blocks = replace_ranges_by_wanted([axis, split_axis])
-        yield ExchangeStep(axis, split_axis, groups), num_elements * (size - 1) // size
-    for axis in grown_axes:
-        if exchanged_axes is None or axis != exchanged_axes[0]:
-            groups = _group_devices_by_result(replace_ranges_by_wanted([axis]), blocks, axis)
-            if groups is None:
-                yield None, 0
-                return
-            num_elements, size = _count_elements(blocks), len(groups[0])
-            blocks = replace_ranges_by_wanted([axis])
-            yield ExchangeStep(axis, None, groups), num_elements * (size - 1)
-
-
-def _group_devices_by_result(results: Sequence[Ends], blocks: Sequence[Ends], axis: int) -> Groups | None:
-    """Return groups in which each device's result is the group's joined blocks, or None if there are no such groups."""
-    by_result: dict[Ends, dict[tuple[int, int], list[int]]] = {}
-    for device, (result, block) in enumerate(zip(results, blocks, strict=True)):
-        by_result.setdefault(result, {}).setdefault(block[axis], []).append(device)
-    groups: list[tuple[int, ...]] = []
-    for result, by_span in by_result.items():
-        spans = sorted(by_span)
-        if (spans[0][0], spans[-1][1]) != result[axis] or any(a[1] != b[0] for a, b in pairwise(spans)):
+    def find_steps(self) -> tuple[CollectiveStep, ...] | None:
+        """Return the steps, or None if these factors allow none."""
+        num_factors = range(len(self.lengths))
+        sharded = tuple(n for n in num_factors if self.have[0][n] is not None)
+        kept = tuple(n for n in sharded if self.want[0][n] is not None)
+        exchanges, gathers = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        before_exchange = dict[int, Coordinates]()
+        for devices in _group_by_coordinates(
+            range(len(self.want)), self.want, (*kept, *self.sliced)
+        ).values():
+            rows = self._arrange_devices(devices, kept)
+            if rows is None:
+                return None
+            by_part: dict[tuple[object, ...], list[int]] = {}
+            for (copy, gathered), row in rows.items():
+                exchanges.append(tuple(row.values()))
+                for joined, device in row.items():
+                    places = dict(zip((*self.gathered, *self.joined), (*gathered, *joined), strict=True))
+                    before_exchange[device] = tuple(places.get(n, self.want[device][n]) for n in sharded)
+                    by_part.setdefault((copy, _pick(self.want[device], self.split)), []).append(device)
+            gathers += map(tuple, by_part.values())
+        pairs = _find_sender_of_each_receiver([_pick(each, sharded) for each in self.have], before_exchange)
+        if pairs is None:
             return None
-        if len({len(by_span[span]) for span in spans}) > 1:
+        steps = list[CollectiveStep]()
+        if self.sliced:
+            receivers = dict(pairs)
+            kept_parts = (_pick(self.want[receivers.get(d, d)], self.sliced) for d in range(len(self.want)))
+            steps.append(SliceStep(self.sliced, tuple(kept_parts)))
+        if any(sender != receiver for sender, receiver in pairs):
+            steps.append(PermuteStep(tuple(pairs)))
+        if self.split:
+            steps.append(
+                ExchangeStep(self.joined, self.split, tuple(exchanges), self._order_parts(exchanges))
+            )
+        if self.gathered:
+            steps.append(ExchangeStep(self.gathered, (), tuple(gathers)))
+        return tuple(steps)
+
+    def count_received_elements(self, steps: Iterable[CollectiveStep]) -> int:
+        """Return the number of elements that all devices receive in these steps."""
+        size = math.prod(
+            length
+            for n, length in enumerate(self.lengths)
+            if self.have[0][n] is None and n not in self.sliced
+        )
+        total = 0
+        for step in steps:
+            if isinstance(step, PermuteStep):
+                total += size * sum(sender != receiver for sender, receiver in step.pairs)
+            elif isinstance(step, ExchangeStep):
+                num_parts = len(step.groups[0])
+                part = size // num_parts if step.split else size
+                total += len(self.have) * part * (num_parts - 1)
+        return total
+
+    def _arrange_devices(
+        self, devices: Sequence[int], kept: Sequence[int]
+    ) -> dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], int]] | None:
+        """Arrange devices into groups for the all-to-all, or return None if that is impossible.
+
+        The wanted blocks of the devices differ only in the split factors.
+
+        Returns:
+            A group of devices for each pair of a number and the coordinates of a block in the gathered factors. A group
+            is a dict from the coordinates in the joined factors to a device. Its devices want different parts. As many
+            devices as possible keep their stored block.
+        """
+        by_part = _group_by_coordinates(devices, self.want, self.split)
+        every_gathered, every_joined = (
+            list(product(*(range(self.lengths[n]) for n in factors)))
+            for factors in (self.gathered, self.joined)
+        )
+        num_copies, rest = divmod(len(devices), len(every_gathered) * len(every_joined))
+        if rest or len(by_part) < len(every_joined) or len({len(each) for each in by_part.values()}) > 1:
             return None
-        groups += zip(*(by_span[span] for span in spans), strict=True)
-    return tuple(groups) if len({*map(len, groups)}) == 1 else None
+        rows: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], int]] = {}
+        for key in product(range(num_copies), every_gathered):
+            row = rows[key] = dict[tuple[int, ...], int]()
+            for candidates in by_part.values():
+                for device in candidates:
+                    have, joined = self.have[device], _pick(self.have[device], self.joined)
+                    is_in_place = _pick(have, kept) == _pick(self.want[device], kept)
+                    if is_in_place and _pick(have, self.gathered) == key[1] and joined not in row:
+                        row[joined] = device
+                        candidates.remove(device)
+                        break
+        for row in rows.values():
+            present = {_pick(self.want[device], self.split) for device in row.values()}
+            open_places = [joined for joined in every_joined if joined not in row]
+            absent = [part for part in by_part if part not in present]
+            row.update(
+                (joined, by_part[part].pop(0)) for joined, part in zip(open_places, absent, strict=True)
+            )
+        return {key: {joined: row[joined] for joined in every_joined} for key, row in rows.items()}
+
+    def _order_parts(self, groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return for each device the part that it sends to each device of its group, or () if that is part i to i."""
+        every_part = list(product(*(range(self.lengths[n]) for n in self.split)))
+        parts = dict[int, tuple[int, ...]]()
+        for group in groups:
+            order = tuple(every_part.index(_pick(self.want[device], self.split)) for device in group)
+            parts.update(dict.fromkeys(group, order))
+        is_in_order = all(order == tuple(range(len(every_part))) for order in parts.values())
+        return () if is_in_order else tuple(parts[device] for device in sorted(parts))
 
 
-def _are_split_in_order(blocks: Sequence[Ends], wanted: Sequence[Ends], axis: int, groups: Groups) -> bool:
-    """Return whether device i of each group wants the i-th of the equal parts of its block along an axis."""
-    for group in groups:
-        for position, device in enumerate(group):
-            start, size = blocks[device][axis][0], _compute_range_length(wanted[device][axis])
-            is_whole = size * len(group) == _compute_range_length(blocks[device][axis])
-            if not is_whole or wanted[device][axis][0] != start + position * size:
-                return False
-    return True
+def _find_sender_of_each_receiver(
+    stored: Sequence[Coordinates], needed: Mapping[int, Coordinates]
+) -> list[tuple[int, int]] | None:
+    """Return pairs of a sender and a receiver that give each device the block that it needs.
+
+    Return None if a device would have to send its block twice.
+    """
+    receivers = [device for device in sorted(needed) if stored[device] != needed[device]]
+    senders: dict[Coordinates, list[int]] = {}
+    for device in receivers:
+        senders.setdefault(stored[device], []).append(device)
+    pairs = [(device, device) for device in needed if stored[device] == needed[device]]
+    for receiver in receivers:
+        if not (found := senders.get(needed[receiver])):
+            return None
+        pairs.append((found.pop(0), receiver))
+    return sorted(pairs)
 
 
-def _is_range_inside(span: tuple[int, int], outer: tuple[int, int]) -> bool:
-    return outer[0] <= span[0] and span[1] <= outer[1]
+def _group_by_coordinates(
+    devices: Iterable[int], coordinates: Sequence[Coordinates], factors: Sequence[int]
+) -> dict[Coordinates, list[int]]:
+    """Return the devices by their coordinates in some factors, in the order of the coordinates."""
+    groups: dict[Coordinates, list[int]] = {}
+    for device in devices:
+        groups.setdefault(_pick(coordinates[device], factors), []).append(device)
+    return groups
 
 
-def _compute_range_length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
-
-
-def _count_elements(blocks: Sequence[Ends]) -> int:
-    """Return the number of elements of all blocks."""
-    return len(blocks) * math.prod(map(_compute_range_length, blocks[0]))
+def _pick(coordinates: Coordinates, factors: Iterable[int]) -> tuple[Any, ...]:
+    return tuple(coordinates[n] for n in factors)

@@ -174,13 +174,12 @@ class JaxEngine:
         """Compile and return a function that moves arrays to the layouts of `templates` (see `ArrayMoverFactory`)."""
         move = make_array_mover(moves, arrays, templates)
         layouts = [self.get_layout(like) for like in templates]
+        for layout in filter(None, layouts):
+            self._layouts.make_sharding(layout)
 
         def move_and_record_layouts(new: Sequence[jax.Array]) -> list[jax.Array]:
             return [
-                array
-                if layout is None
-                # `move` has placed the array, so this only records its mesh.
-                else self.relayout(array, layout)
+                array if layout is None else self._layouts.record_layout(array, layout)
                 for array, layout in zip(move(new), layouts, strict=True)
             ]
 

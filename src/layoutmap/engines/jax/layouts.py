@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -81,11 +82,8 @@ class ArrayLayoutRegistry:
         if _explain_why_spec_has_no_layout(sharding.spec):
             return None
         _, made_on = self._mesh_of_array.get(id(array), (None, None))
-        specs, mesh = (
-            _cut_or_pad_spec_to_rank(sharding.spec, array.ndim),
-            made_on or self.find_or_create_mesh(sharding.mesh),
-        )
-        return Layout(specs, mesh, memory=find_memory_kind(array) or None)
+        mesh = made_on or self.find_or_create_mesh(sharding.mesh)
+        return _make_layout(sharding.spec, array.ndim, mesh, find_memory_kind(array) or None)
 
     def find_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | PlacementWithoutLayout:
         """Return the layout of an array, or a description of its placement if no layout expresses it."""
@@ -131,6 +129,11 @@ class ArrayLayoutRegistry:
             forget = weakref.ref(array, lambda _: self._mesh_of_array.pop(key, None))
             self._mesh_of_array[key] = forget, layout.mesh
         return array
+
+
+@functools.lru_cache(1024)
+def _make_layout(spec: PartitionSpec, rank: int, mesh: Mesh, memory: str | None) -> Layout:
+    return Layout(_cut_or_pad_spec_to_rank(spec, rank), mesh, memory=memory)
 
 
 def _cut_or_pad_spec_to_rank(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:

@@ -19,7 +19,7 @@ from layoutmap.core.blocks import (
     make_full_index,
     normalize_index,
 )
-from layoutmap.core.collective_steps import CollectiveStep, SliceStep, find_collective_steps
+from layoutmap.core.collective_steps import CollectiveSteps, PermuteStep, SliceStep, find_collective_steps
 from layoutmap.core.pieces import ArrayMove, BlockTransfer, find_block_transfers
 from layoutmap.engines.jax.arrays import wait_for_computation_on_cpu
 from layoutmap.engines.jax.devices import Device
@@ -27,7 +27,7 @@ from layoutmap.engines.jax.programs import suspend_jax_context
 from layoutmap.engines.jax.trees import find_memory_kind
 
 _DIM = "device"
-_MAX_STACKED_BYTES = 1 << 20
+_MAX_STACKED_BYTES = 1 << 18
 """The largest size of a stack of equal arrays. One operation moves a whole stack, but stacking copies the arrays."""
 
 Arrays = Sequence[jax.Array]
@@ -199,8 +199,8 @@ class _Transfer:
         target_shape: Shape of the target shards.
         sent_dtype: Dtype in which blocks are sent: the smaller one of the source's and the target's.
         dtype: Dtype of the result.
-        steps: The collectives that send exactly the missing blocks; empty if no collectives do.
-        rounds: The blocks to send, by round, if `steps` is empty.
+        steps: The collectives that send exactly the missing blocks; `None`: no collectives do.
+        rounds: The blocks to send, by round, if `steps` is `None`.
         target: The new array's shape, dtype, and sharding.
     """
 
@@ -208,7 +208,7 @@ class _Transfer:
     target_shape: tuple[int, ...]
     sent_dtype: np.dtype[Any]
     dtype: np.dtype[Any]
-    steps: tuple[CollectiveStep, ...]
+    steps: CollectiveSteps | None
     rounds: tuple[TransferRound, ...]
     target: _TargetArray = field(compare=False)
 
@@ -230,7 +230,7 @@ class _Transfer:
             {device: n for n, device in enumerate(senders)},
             {device: n for n, device in enumerate(receivers)},
         )
-        steps: tuple[CollectiveStep, ...] | None = None
+        steps = None
         if senders == receivers and shape:  # collectives need equal devices, and an axis, which scalars lack
             stored_ends, wanted_ends = (
                 [get_starts_and_stops(each[device]) for device in senders]
@@ -243,9 +243,9 @@ class _Transfer:
             target.sharding.shard_shape(shape),
             min(source_dtype, target.dtype, key=lambda each: each.itemsize),
             target.dtype,
-            steps or (),
+            steps,
             ()
-            if steps
+            if steps is not None
             else _group_block_transfers_into_rounds(pieces, source_indices, target_indices, *numbers),
             target,
         )
@@ -378,7 +378,7 @@ class _TransferProgram:
             stacked = _view_small_floats_as_integers(
                 jnp.stack([shards[k] for k in (first, *others)]).astype(transfer.sent_dtype)
             )
-            found.append([stacked] if transfer.steps else [])
+            found.append([] if transfer.steps is None else [stacked])
             for shape, rows in transfer.rounds:
                 begins = np.zeros((self._meshes[0].size, len(shape)), np.int32)
                 for _, (sender, begin, _) in rows:
@@ -399,8 +399,9 @@ class _TransferProgram:
                     together.setdefault((pairs, transfer.sent_dtype), []).append((c, r))
         found = [[*each] for each in sent]
         for each, (first, *_) in zip(found, self._groups, strict=True):
-            if steps := self._transfers[first].steps:
-                each[0] = _run_collective_steps(each[0], steps)
+            transfer = self._transfers[first]
+            if transfer.steps is not None:
+                each[0] = _run_collective_steps(each[0], transfer.steps, transfer.target_shape)
         for (pairs, _), places in together.items():
             flat = [sent[c][r].reshape(-1) for c, r in places]
             moved = jax.lax.ppermute(jnp.concatenate(flat), _DIM, pairs)
@@ -449,9 +450,9 @@ class _TransferProgram:
         for numbers, blocks in zip(self._groups, received, strict=True):
             transfer = self._transfers[numbers[0]]
             made = (
-                blocks[0]
-                if transfer.steps
-                else self._assemble_received_blocks(transfer, len(numbers), blocks)
+                self._assemble_received_blocks(transfer, len(numbers), blocks)
+                if transfer.steps is None
+                else blocks[0]
             )
             made = jax.lax.bitcast_convert_type(made, transfer.sent_dtype).astype(transfer.dtype)
             found.update(zip(numbers, made, strict=True))
@@ -478,26 +479,43 @@ class _TransferProgram:
         return made
 
 
-def _run_collective_steps(stacked: jax.Array, steps: Sequence[CollectiveStep]) -> jax.Array:
-    """Return the shards of stacked arrays after these collectives. Axis 0 counts the arrays of the stack."""
-    for step in steps:
-        if isinstance(step, SliceStep):
-            start = jnp.asarray(step.starts)[jax.lax.axis_index(_DIM)]
-            stacked = jax.lax.dynamic_slice_in_dim(stacked, start, step.size, step.axis + 1)
+def _run_collective_steps(stacked: jax.Array, found: CollectiveSteps, shape: tuple[int, ...]) -> jax.Array:
+    """Return the shards of stacked arrays, of this shape, after steps. Axis 0 counts the arrays of the stack."""
+    device, stack = jax.lax.axis_index(_DIM), len(stacked)
+    local = list(found.shape)
+    for step in found.steps:
+        stacked = stacked.reshape(stack, *local)
+        if isinstance(step, PermuteStep):
+            stacked = jax.lax.ppermute(stacked, _DIM, step.pairs)
             continue
-        groups, size = [*map(list, step.groups)], len(step.groups[0])
-        # XLA exchanges parts of the first axis fastest, so move the axis to split to the front, and move it back below.
-        if step.split_axis is None:
-            parts = jax.lax.all_gather(stacked, _DIM, axis_index_groups=groups)
-        else:
-            axis = step.split_axis + 1
-            shape = (*stacked.shape[:axis], size, -1, *stacked.shape[axis + 1 :])
-            parts = jnp.moveaxis(stacked.reshape(shape), axis, 0)
+        if isinstance(step, SliceStep):
+            starts = np.zeros((len(step.kept), 1 + len(local)), np.int32)
+            starts[:, [1 + n for n in step.factors]] = step.kept
+            for n in step.factors:
+                local[n] = 1
+            stacked = jax.lax.dynamic_slice(stacked, [*jnp.asarray(starts)[device]], (stack, *local))
+            continue
+        groups = [*map(list, step.groups)]
+        # XLA exchanges parts of the first axis fastest, so move what is split to the front, and move it back below.
+        if step.split:
+            for n in step.split:
+                local[n] = 1
+            parts = jnp.moveaxis(stacked, [1 + n for n in step.split], range(len(step.split)))
+            parts = parts.reshape(len(groups[0]), stack, *local)
+            if step.parts:
+                parts = jnp.take(parts, jnp.asarray(step.parts)[device], axis=0)
             parts = jax.lax.all_to_all(parts, _DIM, 0, 0, tiled=True, axis_index_groups=groups)
-        axis = step.joined_axis + 1
-        shape = (*parts.shape[1 : axis + 1], -1, *parts.shape[axis + 2 :])
-        stacked = jnp.moveaxis(parts, 0, axis).reshape(shape)
-    return stacked
+        else:
+            parts = jax.lax.all_gather(stacked, _DIM, axis_index_groups=groups)
+        num_joined = len(step.joined)
+        parts = parts.reshape(*(found.lengths[n] for n in step.joined), stack, *local)
+        order = [num_joined]
+        for n, axis in enumerate(range(num_joined + 1, parts.ndim)):
+            order += [step.joined.index(n), axis] if n in step.joined else [axis]
+        stacked = parts.transpose(order)
+        for n in step.joined:
+            local[n] = found.lengths[n]
+    return stacked.reshape(stack, *shape)
 
 
 def _group_equal_transfers(transfers: Sequence[_Transfer]) -> list[list[int]]:
