@@ -67,6 +67,7 @@ def make_array_mover(
                     )
                     for k in numbers
                 ],
+                [shardings[k] for k in numbers],
                 *devices,
             ),
         )
@@ -301,10 +302,21 @@ def _group_block_transfers_into_rounds(
 
 
 class _TransferProgram:
-    """Compile and run transfers of arrays from the devices `senders` to the devices `receivers`."""
+    """Compile and run transfers of arrays from the devices `senders` to the devices `receivers`.
+
+    Args:
+        transfers: The transfer of each array.
+        shardings: The sharding of each array before its transfer.
+        senders: The devices of all these shardings, by id.
+        receivers: The devices of all targets, by id.
+    """
 
     def __init__(
-        self, transfers: Sequence[_Transfer], senders: tuple[Device, ...], receivers: tuple[Device, ...]
+        self,
+        transfers: Sequence[_Transfer],
+        shardings: Sequence[Sharding],
+        senders: tuple[Device, ...],
+        receivers: tuple[Device, ...],
     ):
         self._transfers = transfers
         self._groups = _group_equal_transfers(transfers)
@@ -317,8 +329,9 @@ class _TransferProgram:
         outs = [_make_stacked_spec(each.target_shape) for each in transfers]
         slots = [[PartitionSpec(_DIM) for _ in transfers[first].rounds] for first, *_ in self._groups]
         self._is_local = senders == receivers
+        self._takes_arrays = False
         if self._is_local:
-            self._run = self._compile_for_mesh(
+            run = self._map_over_mesh(
                 lambda inputs: self._join_blocks(
                     self._exchange_blocks_of_transfers(self._slice_blocks(inputs))
                 ),
@@ -326,12 +339,17 @@ class _TransferProgram:
                 ins,
                 outs,
             )
+            wanted = [each.target.sharding for each in transfers]
+            self._takes_arrays = all(_has_device_order(each, senders) for each in (*shardings, *wanted))
+            self._run = _compile_for_arrays(run, shardings, wanted) if self._takes_arrays else jax.jit(run)
             return
-        self._send = self._compile_for_mesh(self._slice_blocks, 0, ins, slots)
-        self._move = self._compile_for_mesh(self._exchange_blocks_of_transfers, 2, slots, slots)
-        self._receive = self._compile_for_mesh(self._join_blocks, 1, slots, outs)
+        self._send = jax.jit(self._map_over_mesh(self._slice_blocks, 0, ins, slots))
+        self._move = jax.jit(self._map_over_mesh(self._exchange_blocks_of_transfers, 2, slots, slots))
+        self._receive = jax.jit(self._map_over_mesh(self._join_blocks, 1, slots, outs))
 
     def __call__(self, arrays: Arrays) -> list[jax.Array]:
+        if self._takes_arrays:
+            return [wait_for_computation_on_cpu(array) for array in self._run(arrays)]
         given = [_stack_shards(array, self._meshes[0]) for array in arrays]
         made = self._run(given) if self._is_local else self._send_exchange_and_receive(given)
         return [
@@ -358,13 +376,12 @@ class _TransferProgram:
             for each in self._transfers
         ]
 
-    def _compile_for_mesh(
+    def _map_over_mesh(
         self, body: Callable[[Any], Any], mesh_index: int, in_specs: Any, out_specs: Any
     ) -> Callable[[Any], Any]:
-        mapped = jax.shard_map(
+        return jax.shard_map(
             body, mesh=self._meshes[mesh_index], in_specs=(in_specs,), out_specs=out_specs, check_vma=False
         )
-        return jax.jit(mapped)
 
     def _slice_blocks(self, shards: Arrays) -> list[list[jax.Array]]:
         """Return, for each group of equal transfers, the blocks that this device sends, one for each round.
@@ -550,6 +567,35 @@ def _list_local_devices(mesh: jax.sharding.Mesh) -> list[Device]:
 def _make_stacked_spec(shape: tuple[int, ...]) -> PartitionSpec:
     """Return the spec of an array that joins all devices' shards of a shape along axis 0. Scalars are not joined."""
     return PartitionSpec(_DIM) if shape else PartitionSpec()
+
+
+def _has_device_order(sharding: Sharding, devices: tuple[Device, ...]) -> bool:
+    """Return whether a sharding is on a mesh of these devices in this order, and the mesh has only auto axes."""
+    return (
+        isinstance(sharding, NamedSharding)
+        and isinstance(sharding.mesh, jax.sharding.Mesh)
+        and tuple(sharding.mesh.devices.flat) == devices
+        and all(each is jax.sharding.AxisType.Auto for each in sharding.mesh.axis_types)
+    )
+
+
+def _compile_for_arrays(
+    run: Callable[[Any], Any], shardings: Sequence[Any], wanted: Sequence[Any]
+) -> Callable[[Any], Any]:
+    """Compile a function of stacked shards for arrays in their own shardings. So Python need not stack the shards."""
+
+    def reinterpret_shards(array: jax.Array, sharding: NamedSharding, *, stack: bool) -> jax.Array:
+        specs = [sharding.spec, PartitionSpec(sharding.mesh.axis_names) if array.ndim else PartitionSpec()]
+        old, new = specs if stack else reversed(specs)
+        return jax.shard_map(
+            lambda shard: shard, mesh=sharding.mesh, in_specs=(old,), out_specs=new, check_vma=False
+        )(array)
+
+    def run_on_arrays(arrays: Arrays) -> list[jax.Array]:
+        stacked = [reinterpret_shards(*each, stack=True) for each in zip(arrays, shardings, strict=True)]
+        return [reinterpret_shards(*each, stack=False) for each in zip(run(stacked), wanted, strict=True)]
+
+    return jax.jit(run_on_arrays, out_shardings=list(wanted))
 
 
 def _stack_shards(array: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
