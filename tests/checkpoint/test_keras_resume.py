@@ -130,6 +130,44 @@ def test_an_optimizer_that_a_load_left_out_is_named_and_restored_by_compile(tmp_
     assert 0 == int(np.asarray(keras.ops.cast(found.optimizer.iterations, "int32")))
 
 
+class UnusedLayers(keras.Model):
+    """A model that has layers, with and without weights, which its call does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = L.Dense(16), L.Dense(4)
+        self.spare, self.scale = L.Dense(4), L.Rescaling(2.0)
+
+    def call(self, inputs):
+        return self.down(self.up(inputs))
+
+
+def make_with_unused_layers():
+    model = UnusedLayers()
+    model(keras.Input((8,)))
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.filterwarnings("error::layoutmap.LayoutMapWarning", "ignore:.*unbuilt state:UserWarning")
+@KERAS_READS_BY_ARRAY
+def test_slots_are_restored_beside_unused_layers(tmp_path):
+    """A layer that no call reaches has no weights to wait for, so the plan is complete, and slots are restored."""
+    rules = lm.LayoutMap("batch=2,model=4", {r"up\.kernel": (None, "model")}, rest="replicated")
+    model = rules.build(make_with_unused_layers, batch_dim="batch")
+    trained(model)
+    lm.save(model, tmp_path)
+    losses = trained(model)
+
+    assert not lm.plan(make_with_unused_layers, rules).problems
+    np.testing.assert_allclose(
+        trained(lm.load(make_with_unused_layers, tmp_path, layout_map=rules, batch_dim="batch")),
+        losses,
+        rtol=1e-6,
+    )
+    np.testing.assert_allclose(trained(lm.load(make_with_unused_layers, tmp_path)), losses, rtol=1e-6)
+
+
 @pytest.mark.filterwarnings("error::layoutmap.LayoutMapWarning")
 @KERAS_READS_BY_ARRAY
 def test_another_optimizer_is_not_restored(tmp_path):

@@ -114,10 +114,40 @@ def test_causes_and_full_gathers(x):
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    causes = {
-        each.cause for each in step.explain(params, layout_map.build_optimizer(tx, params), x).collectives
+    lines = {
+        each.cause: each.line
+        for each in step.explain(params, layout_map.build_optimizer(tx, params), x).collectives
+        if each.dims == ("batch",)
     }
-    assert {"params[0]['up']", "params[0]['down']"} == causes - {""}
+    # XLA combines both, and gives them one line.
+    assert lines == {"params[0]['up']": find_line("up"), "params[0]['down']": find_line("down")}
+
+
+def attend(weights, x):
+    query, key, value = (x @ weights[name] for name in ("query", "key", "value"))
+    scores = jax.nn.softmax(jnp.einsum("bqf,bkf->bqk", query, key))
+    return x + scores @ value @ weights["out"]
+
+
+def test_no_line_seems_to_repeat_work_if_xla_mixes_lines_up():
+    """XLA gives gradients of the query, key, and value the line of the output."""
+    shapes = dict.fromkeys(("query", "key", "value"), (WIDTH, WIDTH)) | {"out": (WIDTH, WIDTH)}
+    rules = {"(query|key|value)": (None, "model"), "out": ("model", None)}
+    weights = lm.LayoutMap("batch=2,model=4", rules).build(
+        lambda: {name: jnp.ones(shape) for name, shape in shapes.items()}, library="jax"
+    )
+    step = lm.jit_step(
+        jax.grad(lambda weights, x: (attend(weights, attend(weights, attend(weights, x))) ** 2).mean()),
+        batch_dim="batch",
+    )
+    explanation = step.explain(weights, np.ones((8, ROWS, WIDTH), np.float32))
+    flops, ideal = (
+        sum(getattr(each, name) for each in explanation.products) for name in ("flops", "ideal_flops")
+    )
+
+    assert flops == ideal
+    assert {1.0} == {each.ratio for each in explanation.products}
+    assert "repeat" not in str(explanation)
 
 
 class Feedforward(nnx.Module):

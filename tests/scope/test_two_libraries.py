@@ -1,5 +1,9 @@
 """With Keras imported as well, what a function returns says which library it is of."""
 
+import os
+import subprocess
+import sys
+
 import jax.numpy as jnp
 import keras  # noqa: F401 - it comes first
 import numpy as np
@@ -72,3 +76,24 @@ def test_a_library_that_is_named_is_meant():
         layout_map().build(make_nnx, library="keras")
 
     assert "pass library='jax'" == caught.value.fix
+
+
+IMPORTS_LATE = """
+import jax, layoutmap as lm
+lm.simulate_devices(8)
+def make():
+    import keras
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, name="up")])
+layout_map = lm.LayoutMap("batch=2,model=4", {"up.kernel": (None, "model")}, rest="replicated")
+print(lm.plan(make, layout_map)["up.kernel"].layout, layout_map.build(make).layers[0].kernel.value.sharding.spec)
+"""
+
+
+@pytest.mark.every_case
+def test_a_function_may_import_its_library():
+    """With only JAX imported, a model of Keras that its function imports is planned and built as one of Keras."""
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_LATE], capture_output=True, text=True, check=False, env=environment
+    )
+    assert "(unsharded, model) P(None, 'model')" == done.stdout.strip(), done.stderr

@@ -151,7 +151,7 @@ def retry_with_model_library(function: Callable[P, R]) -> Callable[P, R]:
         # Without a layout map, `load` gets an existing model and builds none, so choose no library here.
         builds = any(isinstance(value, RuleSet) for value in values)
         imported = [name for name in ADAPTERS if name in sys.modules]
-        if kwargs.get("library") is not None or len(imported) == 1 or not (imported or builds):
+        if kwargs.get("library") is not None or not (imported or builds):
             return function(*args, **kwargs)
         # Imported here, because it loads numpy, which is slow.
         from layoutmap.adapters.random_states import (

@@ -25,14 +25,13 @@ from layoutmap.adapters.keras.names import (
 from layoutmap.adapters.keras.paths import find_layers
 from layoutmap.adapters.keras.private import (
     get_global_seed_variable,
-    is_default,
     is_global_seed_variable,
     set_global_seed_state,
     strip_generated_number,
 )
 from layoutmap.adapters.keras.protocol import get_backend, get_keras_backend_name, read_global_value
 from layoutmap.adapters.keras.registry import Registry
-from layoutmap.adapters.keras.training import create_missing_variables
+from layoutmap.adapters.keras.training import create_missing_variables, list_layers_to_build
 from layoutmap.adapters.keras.untracked import find_untracked_variables
 from layoutmap.adapters.keras.wraps import get_session
 from layoutmap.adapters.protocol import CheckpointAdapter, SavedOptimizer, StoredVariable
@@ -251,9 +250,7 @@ def _check_has_weights(model: Any, entries: Iterable[DescribedVariable]) -> None
     """Raise if a model has no weights because its layers were not called yet."""
     if any(each.spec.kind is Kind.WEIGHT for each in entries):
         return
-    unbuilt = [
-        layer.name for layer in model._flatten_layers() if not layer.built and not is_default(layer.build)
-    ]
+    unbuilt = [layer.name for layer in list_layers_to_build(model._flatten_layers())]
     if unbuilt:
         raise CheckpointError(
             f"{strip_generated_number(model.name)}: the model has no weights yet",

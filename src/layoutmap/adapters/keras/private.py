@@ -12,7 +12,7 @@ and set the attributes. The modules in `backends` list the private names of sing
                                                     symbolic_scope.in_symbolic_scope
     keras.src.random.seed_generator                 GLOBAL_SEED_GENERATOR, global_seed_generator, draw_seed,
                                                     the name of states
-    keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers,
+    keras.src.layers.layer.Layer                    __new__, _maybe_build, _layers, _flatten_layers, _called,
                                                     _trainable_variables, _non_trainable_variables, _tracker
     keras.src.models                                functional.Functional, Sequential._functional, cloning
     keras.src.layers.rnn.conv_lstm                  ConvLSTMCell

@@ -49,7 +49,11 @@ from layoutmap.adapters.keras.paths import find_variables
 from layoutmap.adapters.keras.pending import is_pending, make_variable_pending
 from layoutmap.adapters.keras.protocol import Backend, KerasSession, ThreadState
 from layoutmap.adapters.keras.registry import Registry, RegistryCache
-from layoutmap.adapters.keras.training import create_missing_variables, register_training_variables
+from layoutmap.adapters.keras.training import (
+    create_missing_variables,
+    list_layers_to_build,
+    register_training_variables,
+)
 from layoutmap.adapters.keras.untracked import find_possible_garbage_ids
 from layoutmap.adapters.keras.wraps import get_session, unwrap_optimizer, wrap_layer, wrap_optimizer
 from layoutmap.adapters.protocol import ScopeContext
@@ -206,11 +210,7 @@ class Session(KerasSession):
 
     def list_unbuilt_layer_names(self) -> list[str]:
         """Return the names of layers that have no weights yet, because they create them in their first call."""
-        return [
-            layer.name
-            for layer in self.registry.list_layers()
-            if not getattr(layer, "built", True) and not private.is_default(layer.build)
-        ]
+        return [layer.name for layer in list_layers_to_build(self.registry.list_layers())]
 
     # -- giving variables layouts and values
 

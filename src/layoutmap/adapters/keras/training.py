@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from layoutmap.adapters.keras.fingerprints import describe_step_program
+from layoutmap.adapters.keras.private import is_default
 from layoutmap.adapters.keras.protocol import KerasSession, read_global_value
 from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import LayoutMapError, ScopeError, shorten_repr
@@ -33,12 +34,29 @@ def create_missing_variables(model: Any, inputs: object) -> None:
             model, keras.tree.map_structure(functools.partial(_make_symbolic_input, inputs), inputs)
         )
     optimizer = getattr(model, "optimizer", None)
-    if (
-        optimizer is not None
-        and not optimizer.built
-        and all(layer.built for layer in model._flatten_layers())
-    ):
+    if optimizer is None or optimizer.built or not model.built:
+        return
+    if not list_layers_to_build(model._flatten_layers()):
         optimizer.build(model.trainable_variables)
+
+
+def list_layers_to_build(layers: Iterable[Any]) -> list[Any]:
+    """Return the layers that have no weights yet, because they create them in their first call.
+
+    A layer that the call of a layer around it did not reach is unused, and not among them.
+    """
+    layers = list(layers)
+    found = [each for each in layers if not getattr(each, "built", True) and not is_default(each.build)]
+    if not found:
+        return []
+    unused = {
+        id(inner)
+        for layer in layers
+        if isinstance(layer, keras.layers.Layer) and layer.built and layer._called
+        for inner in layer._flatten_layers(include_self=False)
+        if not inner._called
+    }
+    return [layer for layer in found if id(layer) not in unused]
 
 
 def _call_with_symbolic_inputs(model: keras.Model, symbolic_inputs: object) -> None:

@@ -55,10 +55,11 @@ class ExplainedCollective:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedProducts:
-    """Matrix products that one line of the user's code causes, in the forward and the backward pass.
+    """Matrix products that a line of the user's code causes, in the forward and the backward pass.
 
     Args:
-        line: Line of the user's code; empty: all lines, because XLA does not name the line of each product.
+        line: Line of the user's code, or several, separated by commas, if XLA mixes their products up; empty: all
+            lines, because XLA does not name the line of each product.
         flops: Operations of each device.
         ideal_flops: Operations of all products of the line, divided by the number of devices.
     """
@@ -206,9 +207,9 @@ def explain_step(
     # XLA gives some operations no source line. Then compare only the sums over all lines.
     if flops.keys() - ideal.keys():
         flops, ideal = Counter({"": flops.total()}), Counter({"": ideal.total()})
-    products = [
-        ExplainedProducts(line, flops[line], ideal[line] / mesh.size) for line in ideal if flops[line]
-    ]
+    products = _merge_misattributed_products(
+        [ExplainedProducts(line, flops[line], ideal[line] / mesh.size) for line in ideal]
+    )
     return StepExplanation(
         name,
         mesh,
@@ -222,6 +223,20 @@ def explain_step(
         getattr(memory, "temp_size_in_bytes", 0),
         tuple(recompilations),
     )
+
+
+# XLA gives some products the source line of another product. Then one line seems to have less work than its share.
+def _merge_misattributed_products(products: Sequence[ExplainedProducts]) -> list[ExplainedProducts]:
+    """Merge the lines with less work than their share and those with more, if both exist, and drop unused lines."""
+    less = [each for each in products if each.ratio < 1 / _FAIR_RATIO]
+    more = [each for each in products if each.ratio > _FAIR_RATIO]
+    if less and more:
+        products = [each for each in products if each not in less and each not in more]
+        merged = sorted(less + more, key=lambda each: each.line)
+        lines = ", ".join(each.line for each in merged)
+        flops, ideal = sum(each.flops for each in merged), sum(each.ideal_flops for each in merged)
+        products.append(ExplainedProducts(lines, flops, ideal))
+    return [each for each in products if each.flops]
 
 
 def _explain_collective(

@@ -121,13 +121,15 @@ class _BlockParser:
         line = line._replace(opcode=kind, shape=shape)
         # XLA may combine several collectives into one that returns a tuple, so split it into one per element.
         if kind in COLLECTIVE_KINDS and kind != "all-to-all" and shape.startswith("("):
-            parts = zip(operands, _split_tuple_shape(shape), strict=True)
-            return [
-                self._add_operation(
-                    line._replace(shape=part), [one], integers, _choose_nonempty_origin(one, origin), ops
-                )
-                for one, part in parts
-            ]
+            results: list[Any] = []
+            for one, part in zip(operands, _split_tuple_shape(shape), strict=True):
+                own = _choose_nonempty_origin(one, origin)
+                results.append(self._add_operation(line._replace(shape=part), [one], integers, own, ops))
+                if (
+                    one.producer is not None
+                ):  # all elements have the metadata of one of the combined operations
+                    ops[-1].metadata = one.producer.metadata or ops[-1].metadata
+            return results
         return self._add_operation(line, operands, integers, origin, ops)
 
     def _add_operation(
