@@ -4,8 +4,8 @@
     python benchmarks/torch_simulated.py --draw 20 --seed 7
 
 Decoders of random sizes train with AdamW in one process: unsharded, and sharded over batch=2,model=4. Both take turns
-after each step. A simulated device computes everything that a real one would, so the factor cannot be below 8 where all
-weights and the batch are sharded. Times are the least CPU seconds of several steps.
+after each step. A simulated device computes everything that a real one would. Times are the least CPU seconds of
+several steps.
 """
 
 from __future__ import annotations
