@@ -69,7 +69,7 @@ class _UnknownWeight(NamedTuple):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether its first axis is the output, as in a torch or Equinox `weight` whose bias, if any, has its size."""
+        """Whether its first axis is the output, as in a torch or Equinox `weight`. A bias of another size denies it."""
         is_weight = self.variable.path.rpartition(".")[2] == "weight"
         return is_weight and (not self.biases or (self.shape[0],) in [bias.shape for bias in self.biases])
 
