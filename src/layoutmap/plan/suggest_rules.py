@@ -96,10 +96,13 @@ def _adapt_preset_rules(plan: PlanTable, name: str, dim: str, batch_dims: tuple[
 def _make_order_notes(plan: PlanTable) -> Mapping[str, str]:
     """Return a dict from the pattern of a rule to a text with the later rules that it must precede."""
     later: dict[str, dict[str, None]] = defaultdict(dict)
-    for match in (a.match for a in plan.assignments if a.match):
-        for other in match.others:
-            if match.rule and other.layout != match.rule.layout:
-                later[match.rule.pattern][other.pattern] = None
+    matches = [(a.match.rule, a.match.others) for a in plan.assignments if a.match and a.match.rule]
+    winners = {rule.pattern for rule, _ in matches}
+    for rule, others in matches:
+        for other in others:
+            # Suggested rules contain no rule of a preset that determines no layout.
+            if other.layout != rule.layout and other.pattern in winners:
+                later[rule.pattern][other.pattern] = None
     return {
         pattern: f"; must stay before {' and '.join(others)}, as the first match wins"
         for pattern, others in later.items()
