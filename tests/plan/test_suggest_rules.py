@@ -224,6 +224,20 @@ def test_stacked_layers_are_no_experts():
     assert not any(word in rule.reason for rule in rules.rules for word in ("expert", "router"))
 
 
+def test_one_stack_is_no_bank_of_experts():
+    """Kernels of its sizes are no routers, and neither is a bias with an axis of heads beside two stacks."""
+    stacks = [make_weight(name, (4, 4, 32)) for name in ("one", "two")]
+    heads = [
+        make_weight("heads.kernel", (32, 4, 4), "in.0", "out.0", "out.1"),
+        make_weight("heads.bias", (4, 4), "out.0", "out.1"),
+    ]
+    alone = suggest([stacks[0], *make_dense("last", (32, 4))])
+    together = suggest([*stacks, *heads])
+
+    assert not any(word in rule.reason for rule in alone.rules for word in ("expert", "router"))
+    assert r"heads\.bias$" in together
+
+
 @pytest.mark.parametrize("shape", [(64, 8), (8, 64)])
 def test_a_router_of_unknown_use_is_replicated(shape):
     """Its axes are the features and the experts, and its name shows that they are in the other order."""
