@@ -8,7 +8,7 @@ import re
 import pytest
 from advice import Rules, follow
 from cases import EVERYTHING
-from decoders import MESHES, models
+from decoders import MESHES, make_dense, models
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -169,6 +169,21 @@ def test_all_advice_repairs_a_map_with_one_mistake(mutate, data):
             for plan in (plans[-1], original)
         )
         assert after <= before, "\n".join(steps)
+
+
+def test_a_kernel_between_two_is_not_swapped_to_and_fro():
+    """One dim is right for both of its axes, so it shards the first one, and the other axis is not sharded."""
+    sizes = {"a": (64, 96), "b": (96, 128), "c": (128, 64)}
+    variables = [w for name, pair in sizes.items() for w in make_dense(f"blocks.0.{name}", pair)]
+    layouts = {"b.bias": ("data",), "a.kernel": (None, "model"), "c.kernel": ("model", None)}
+    for specs in (("data", "model"), ("model", "data")):
+        rules = Rules((*layouts.items(), ("b.kernel", specs)))
+        rules = Rules(tuple((rf"blocks\.0\.{re.escape(name)}$", row) for name, row in rules.rows))
+        for _ in range(8):
+            for problem in plan_rules(variables, Mesh(None, "data=4,model=2"), rules, "replicated").lint():
+                rules = follow(problem, rules)
+                break
+        assert [] == [*plan_rules(variables, Mesh(None, "data=4,model=2"), rules, "replicated").lint()]
 
 
 @settings(max_examples=100 if EVERYTHING else 2, phases=[Phase.generate], deadline=None)
