@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import hub_models
 import keras
 import pytest
@@ -27,6 +29,8 @@ def test_a_known_family_gets_the_layouts_of_its_preset(name: str):
     assert expected == actual
     assert () == (*plans[1].problems, *plans[1].lint())
     assert all(rule.reason.endswith(f"(preset {name})") for rule in suggested.rules)
+    later = [re.findall(r"before (.*), as the first", rule.reason) for rule in suggested.rules]
+    assert {pattern for found in later for each in found for pattern in each.split(" and ")} <= {*suggested}
 
 
 def test_a_preset_whose_heads_do_not_divide_leaves_them_replicated():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -201,7 +203,7 @@ def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
         r"into_\d+\.kernel$": "column: outputs are sharded, as the inputs of the next layer are",
         r"back_\d+\.kernel$": "row: takes the sharded outputs of the layer before, "
         "and the sums are all-reduced over model",
-        r"logits\.kernel$": "column: outputs are sharded, and no layer was found that takes them as inputs",
+        r"logits\.kernel$": "column: outputs are sharded, and gathered if what follows needs all of them",
     } == {rule.pattern: rule.reason for rule in rules.rules if "kernel" in rule.pattern}
 
 
@@ -220,6 +222,20 @@ def test_stacked_layers_are_no_experts():
     rules = suggest([make_weight(f"layers.{name}", shape) for name, shape in layers.items()])
 
     assert not any(word in rule.reason for rule in rules.rules for word in ("expert", "router"))
+
+
+def test_one_stack_is_no_bank_of_experts():
+    """Kernels of its sizes are no routers, and neither is a bias with an axis of heads beside two stacks."""
+    stacks = [make_weight(name, (4, 4, 32)) for name in ("one", "two")]
+    heads = [
+        make_weight("heads.kernel", (32, 4, 4), "in.0", "out.0", "out.1"),
+        make_weight("heads.bias", (4, 4), "out.0", "out.1"),
+    ]
+    alone = suggest([stacks[0], *make_dense("last", (32, 4))])
+    together = suggest([*stacks, *heads])
+
+    assert not any(word in rule.reason for rule in alone.rules for word in ("expert", "router"))
+    assert r"heads\.bias$" in together
 
 
 @pytest.mark.parametrize("shape", [(64, 8), (8, 64)])
@@ -284,6 +300,71 @@ def test_an_odd_block_has_rules_of_its_own():
     assert () == (*plan.problems, *plan.lint())
 
 
+def make_chain(*sizes):
+    return [w for n, pair in enumerate(itertools.pairwise(sizes)) for w in make_dense(f"dense_{n}", pair)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            (64, 256, 64, 256, 64, 128),
+            {
+                r"dense_(1|3)\.kernel$": "row: takes the sharded outputs of the layer before, and the sums are "
+                r"all-reduced over model; must stay before dense_\d+\.kernel$, as the first match wins",
+                r"dense_\d+\.kernel$": "column: outputs are sharded, as the inputs of the next layer are; for "
+                "dense_4.kernel: column: outputs are sharded, and gathered if what follows needs all of them",
+            },
+        ),
+        # The head of 10 classes has no output axis that model=4 divides.
+        (
+            (64, 256, 64, 10),
+            {
+                r"dense_0\.kernel$": "column: outputs are sharded, as the inputs of dense_1 are; "
+                r"must stay before dense_\d+\.kernel$, as the first match wins",
+                r"dense_\d+\.kernel$": "row: takes the sharded outputs of the layer before, and the sums are "
+                "all-reduced over model; for dense_2.kernel: row: each device takes its part of the inputs, "
+                "and the sums are all-reduced over model",
+            },
+        ),
+    ],
+)
+def test_a_rule_of_several_layers_has_a_reason_for_each(sizes, expected):
+    """A head with the layout of other layers has another role, and a rule says which one it must precede."""
+    rules = suggest(make_chain(*sizes)).rules
+
+    assert expected == {rule.pattern: rule.reason for rule in rules if "kernel" in rule.pattern}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        # A table and its output layer, and not the two kernels of a block: repeated blocks have the same width.
+        (
+            {f"m{n}.{name}": (96, 96) for n in range(2) for name in "kq"}
+            | {"t1": (512, 96), "t2": (96, 512)},
+            {"t1": (0, "unknown"), "t2": (1, "unknown")},
+        ),
+        ({"tok": (512, 96), "unembed": (96, 512)}, {"tok": (0, "table"), "unembed": (1, "column")}),
+        ({"lut": (512, 96), "unembed": (96, 512)}, {"lut": (0, "unknown"), "unembed": (1, "column")}),
+        ({"emb": (512, 96), "out": (96, 512), "a.z": (8, 4)}, {"emb": (0, "table"), "out": (1, "column")}),
+        ({"fc": (4, 64, 256), "fc2": (4, 256, 64)}, {"fc": (2, "unknown"), "fc2": (1, "unknown")}),
+    ],
+)
+def test_arrays_whose_names_mean_nothing_are_unknown(shapes, expected):
+    """Their largest axis is sharded, as that of a table, of an output layer, and of the kernels of stacked layers."""
+    variables = [make_weight(path, shape) for path, shape in shapes.items()]
+    rules = suggest(variables)
+    plan = make_plan(variables, rules)
+    found = {path: plan[path] for path in expected}
+
+    assert expected == {
+        path: (a.layout.sharding_specs.index("model"), a.match.rule.reason.split()[0].strip(":"))
+        for path, a in found.items()
+    }
+    assert () == (*plan.problems, *plan.lint())
+
+
 def test_an_odd_tied_weight_has_its_rule_under_all_paths():
     """The rule of the others matches a path of the tied weight, so that weight's own rule matches it first."""
     tied = replace(make_weight("net.l2.weight", (30, 16)), aliases=("net.l5.weight",))
@@ -305,15 +386,20 @@ def test_an_odd_tied_weight_has_its_rule_under_all_paths():
         (
             [*make_dense("head", (64, 256))],
             "kernel",
-            "column: outputs are sharded, and no layer was found that takes them as inputs",
+            "column: outputs are sharded, and gathered if what follows needs all of them",
         ),
         (make_blocks(), "query", "replicated: model=16 does not divide 8 heads"),
         (make_blocks((250,)), "up", "replicated: model=16 does not divide axis 1 of 250"),
+        (
+            [make_weight(f"w{part}", (64, 64)) for part in "qkvo"],
+            "q",
+            "heads: each device computes whole heads, if 16 divides their number",
+        ),
         ([make_weight("bank.experts", (16, 8, 8))], "bank", "experts: each device has 1 of 16 experts"),
         (
             [make_weight("other", (16, 8))],
             "other",
-            "unknown role: axis 0 is sharded because its size divides evenly",
+            "unknown role: axis 0 is sharded because it is the largest that divides evenly",
         ),
     ],
 )
@@ -345,8 +431,9 @@ def test_a_plan_with_suggested_rules_has_no_problems(variables, mesh):
     text = rules.to_yaml()
     plan = make_plan(variables, LayoutMap.from_yaml(text))
 
+    comments = re.findall(r"^(?:  # .*\n)+", text, re.MULTILINE)
     assert [rule.reason for rule in rules.rules] == [
-        line.removeprefix("  # ") for line in text.splitlines() if line.startswith("  # ")
+        re.sub(r"\n?  # ", " ", each).strip() for each in comments
     ]
     assert () == plan.problems
     assert [] == [problem for problem in plan.lint() if problem.kind != "unused dim"]

@@ -150,7 +150,7 @@ per device: weights 2.3 KiB, gradients 2.3 KiB, slots 560 B, state 76 B; 5.3 KiB
 
 replicated                saves  if sharded
 ------------------------  -----  -----------------
-blocks.{0..1}.key.kernel  384 B  axis 1 over batch
+blocks.{0..1}.key.kernel  576 B  axis 0 over model
 packed.kernel              12 B  axis 0 over model
 """.strip()
 

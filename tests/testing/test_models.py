@@ -74,8 +74,7 @@ def test_cases_shrink(library):
     assert len(layers.get(library, lambda: model.lines)()) <= (3 if library in layers else 4)
 
 
-@pytest.mark.skipif(HERE != "jax", reason="a torch weight may have its outputs on either axis")
-@pytest.mark.parametrize("library", ["keras", "nnx"])
+@pytest.mark.parametrize("library", [each for each in LIBRARIES if each != "pytree"])
 def test_inferred_roles_are_those_of_the_library(library):
     """Roles that lint infers from names and shapes are what the adapter knows, or stay unknown."""
     for seed in range(20261201000, 20261201000 + examples(100)):

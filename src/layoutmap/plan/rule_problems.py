@@ -199,7 +199,11 @@ def _find_corrected_pattern(
         return [], ""
     nearest = near[0]
     form = split_path_at_numbers(nearest)
-    same_form = [path for path in paths if split_path_at_numbers(path) == form]
+    same_form = [
+        path
+        for path in candidates.list_candidates_with_same_words(nearest)
+        if split_path_at_numbers(path) == form
+    ]
     intended = {*candidates.list_intended_candidates(rule.pattern, nearest, lambda p: paths[p].shape)}
     winners = {path: winner for path in intended if (winner := paths[path].rule)}
     lost = Counter(winner.number for winner in winners.values() if rule.number < winner.number)

@@ -7,12 +7,12 @@ reason for its layout.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.layout import Layout
-from layoutmap.core.paths import split_path_at_numbers
+from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
@@ -78,11 +78,11 @@ def _adapt_preset_rules(plan: PlanTable, name: str, dim: str, batch_dims: tuple[
         table = make_plan_table(variables, rules, complete=False)
         won = {a.match.rule.pattern: a for a in table.assignments if a.match and a.match.rule}
         if all(a.fits for a in table.assignments):
-            writer = _ReasonMaker(table, dim, batch_dims)
+            writer, notes = _ReasonMaker(table, dim, batch_dims), _make_order_notes(table)
             used = RuleSet(plan.mesh, activations=fields.activations, rest="replicated")
             for pattern, specs in fields.rules.items():
                 if pattern in won:
-                    reason = f"{writer.make_reason(won[pattern])} (preset {name})"
+                    reason = f"{writer.make_reason([won[pattern]])}{notes.get(pattern, '')} (preset {name})"
                     used.add(pattern, specs, uneven=uneven.get(pattern), reason=reason)
             return used
         uneven |= {
@@ -91,6 +91,22 @@ def _adapt_preset_rules(plan: PlanTable, name: str, dim: str, batch_dims: tuple[
             if not a.fits and a.match and a.match.rule
         }
     return None
+
+
+def _make_order_notes(plan: PlanTable) -> Mapping[str, str]:
+    """Return a dict from the pattern of a rule to a text with the later rules that it must precede."""
+    later: dict[str, dict[str, None]] = defaultdict(dict)
+    matches = [(a.match.rule, a.match.others) for a in plan.assignments if a.match and a.match.rule]
+    winners = {rule.pattern for rule, _ in matches}
+    for rule, others in matches:
+        for other in others:
+            # Suggested rules contain no rule of a preset that determines no layout.
+            if other.layout != rule.layout and other.pattern in winners:
+                later[rule.pattern][other.pattern] = None
+    return {
+        pattern: f"; must stay before {' and '.join(others)}, as the first match wins"
+        for pattern, others in later.items()
+    }
 
 
 def _with_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> PlanTable:
@@ -154,14 +170,21 @@ def _make_rules_with_reasons(plan: PlanTable, dim: str, batch_dims: tuple[str, .
             # The pattern for the usual layout may also match variables with other layouts, so the rules of these must
             # come first.
             parts = _find_pattern_parts(members, group if layout == usual else members, owners)
-            rows.setdefault((layout == usual, layout, reasons.make_reason(members[0])), []).append(parts)
+            rows.setdefault((layout == usual, layout, reasons.make_reason(members)), []).append(parts)
     merged = [(key, pattern) for key, patterns in rows.items() for pattern in merge_patterns(patterns)]
     paths = [a.variable.path for a in plan.assignments]
-    rule_set = RuleSet(plan.mesh, rest="replicated")
-    for (_, layout, reason), pattern in sorted(
-        merged, key=lambda row: (row[0][0], next(n for n, path in enumerate(paths) if re.match(row[1], path)))
-    ):
-        rule_set.add(pattern, layout, reason=reason)
+    merged.sort(
+        key=lambda row: (row[0][0], next(n for n, path in enumerate(paths) if re.match(row[1], path)))
+    )
+    rule_set, notes = RuleSet(plan.mesh, rest="replicated"), dict[str, str]()
+    # The first pass finds which rules match the variables of earlier ones.
+    for _ in range(2):
+        rule_set = RuleSet(plan.mesh, rest="replicated")
+        for (_, layout, reason), pattern in merged:
+            rule_set.add(pattern, layout, reason=reason + notes.get(pattern, ""))
+        notes = _make_order_notes(
+            make_plan_table([a.variable for a in plan.assignments], rule_set, complete=False)
+        )
     return rule_set
 
 
@@ -196,11 +219,33 @@ class _ReasonMaker:
             for w in self._linted.kernels
             if (before := self._previous_kernels.get(id(w))) and w.layout.num_shards(w.list_axes("in")[0]) > 1
         }
+        self._siblings_per_block = Counter(
+            (make_sibling_key(w.assignment), w.block) for w in self._linted.weights
+        )
         self._dim = dim
         self._batch_dims = batch_dims
 
-    def make_reason(self, a: Assignment) -> str:
-        """Return the reason for the layout of a weight: its role in the layer, and the effect of the layout."""
+    def make_reason(self, members: Group) -> str:
+        """Return the reason for the layout of some weights: the role in the layer, and the effect of the layout.
+
+        Weights with another role than most are named.
+        """
+        reasons: dict[str, list[str]] = {}
+        for has_names in (True, False):
+            reasons = {}
+            for a in members:
+                reasons.setdefault(self._make_weight_reason(a, has_names), []).append(a.variable.path)
+            if len(reasons) == 1:
+                break
+        usual = max(reasons, key=lambda reason: len(reasons[reason]))
+        others = [
+            f"; for {format_merged_paths(paths)}: {reason}"
+            for reason, paths in reasons.items()
+            if reason != usual
+        ]
+        return usual + "".join(others)
+
+    def _make_weight_reason(self, a: Assignment, has_names: bool) -> str:
         w, shape = self._weights.get(id(a)), a.variable.shape
         axis = next((n for n in range(len(shape)) if a.layout.num_shards(n) > 1), None)
         if axis is None:
@@ -221,15 +266,16 @@ class _ReasonMaker:
         if not w.list_axes("in"):
             return "bias: sharded as the output of its kernel"
         if id(w) in self._parts:
-            return "heads: each device computes whole heads"
-        return self._explain_kernel_sharding(w, role, over)
+            is_known = w.use.head_size or len(w.list_axes("out")) > 1
+            condition = "" if is_known else f", if {a.layout.num_shards(axis)} divides their number"
+            return f"heads: each device computes whole heads{condition}"
+        return self._explain_kernel_sharding(w, role, over, has_names)
 
-    def _explain_kernel_sharding(self, w: Weight, role: str, over: str) -> str:
+    def _explain_kernel_sharding(self, w: Weight, role: str, over: str, has_names: bool) -> str:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
-        siblings = self._linted.siblings[make_sibling_key(w.assignment)]
         # One reason is for all siblings, and those of one block have different neighbors, so it names none.
-        is_repeated_in_block = sum(each.block == w.block for each in siblings) > 1
-        names = "" if is_repeated_in_block else ", ".join(dict.fromkeys(other.layer_name for other in others))
+        has_names = has_names and self._siblings_per_block[make_sibling_key(w.assignment), w.block] == 1
+        names = ", ".join(dict.fromkeys(other.layer_name for other in others)) if has_names else ""
         previous = self._previous_kernels.get(id(w))
         if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
@@ -242,9 +288,7 @@ class _ReasonMaker:
             names = "the layer before"
         if role == "out":
             takers = (
-                f"as the inputs of {names} are"
-                if names
-                else "and no layer was found that takes them as inputs"
+                f"as the inputs of {names} are" if names else "and gathered if what follows needs all of them"
             )
             split = (
                 "; fused: a split that crosses shards reshards them"
@@ -252,15 +296,17 @@ class _ReasonMaker:
                 else ""
             )
             return f"column: outputs are sharded, {takers}{split}"
-        source = f"the sharded outputs of {names}" if names else "inputs in shards"
+        source = (
+            f"takes the sharded outputs of {names}" if names else "each device takes its part of the inputs"
+        )
         if is_attention_output(w) and not names:
-            source = "the heads of each device"
-        return f"row: takes {source}, and the sums are all-reduced over {over}"
+            source = "takes the heads of each device"
+        return f"row: {source}, and the sums are all-reduced over {over}"
 
     def _explain_sharding_without_role(self, a: Assignment, axis: int) -> str:
         if axis == 0 and self._linted.is_expert_stack(a):
             return f"experts: each device has {a.shard_shape[0]} of {a.variable.shape[0]} experts"
-        return f"unknown role: axis {axis} is sharded because its size divides evenly"
+        return f"unknown role: axis {axis} is sharded because it is the largest that divides evenly"
 
     def _explain_why_replicated(self, w: Weight | None, shape: Sequence[int]) -> str:
         axes = range(len(shape))

@@ -7,7 +7,7 @@ that is needed to match no other variable. Replicated variables get no rule, bec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from layoutmap.core.paths import make_path_regex, split_path_at_numbers
 from layoutmap.core.specs import Specs
@@ -135,9 +135,9 @@ def _join_alternatives(texts: Sequence[str]) -> str:
     return texts[0] if len(texts) == 1 else f"({'|'.join(texts)})"
 
 
-def _has_no_match(pattern: str, paths: Iterable[str]) -> bool:
-    compiled = re.compile(pattern)
-    return not any(compiled.match(path) for path in paths)
+def _has_no_match(pattern: str, paths: Collection[str]) -> bool:
+    # Most patterns have no unwanted paths, so compile only the others.
+    return not paths or not any(map(re.compile(pattern).match, paths))
 
 
 def merge_patterns(patterns: Iterable[tuple[str, ...]]) -> list[str]:

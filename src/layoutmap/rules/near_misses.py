@@ -39,7 +39,7 @@ class NearMissSearch:
     Args:
         candidates: The paths or patterns.
         max_comparisons: Limit for the comparisons of all searches together, of about 50 microseconds each. A search
-            that would exceed it returns an empty list. `None`: no limit.
+            that would exceed it leaves out candidates. `None`: no limit.
     """
 
     def __init__(self, candidates: Iterable[str], max_comparisons: int | None = None) -> None:
@@ -72,6 +72,9 @@ class NearMissSearch:
         form, numbers = _separate_words_and_numbers(text)
         found: list[tuple[float, str]] = []
         for score, skeleton in self._find_similar_skeletons(_make_skeleton(form)):
+            # Comparing the numbers of ten candidates takes as long as comparing two skeletons.
+            if not self._can_compare(sum(map(len, self._by_skeleton[skeleton].values())) // 10):
+                break
             ranked: list[tuple[int, float, int, str]] = []
             for other, candidates in self._by_skeleton[skeleton].items():
                 pairs = self._align_numbers(form, other)
@@ -85,6 +88,11 @@ class NearMissSearch:
                 _, bonus, _, candidate = min(ranked)
                 found.append((bonus - score, candidate))
         return [candidate for _, candidate in sorted(found)[:count]]
+
+    def list_candidates_with_same_words(self, candidate: str) -> list[str]:
+        """Return the candidates that differ from one of them only in numbers."""
+        form, _ = _separate_words_and_numbers(candidate)
+        return [*self._by_skeleton[_make_skeleton(form)][form]]
 
     def list_intended_candidates(
         self, text: str, nearest: str, get_shape: Callable[[str], object]
@@ -121,10 +129,8 @@ class NearMissSearch:
         """Return the skeletons of candidates that are similar to a skeleton, each after its score."""
         if wanted_skeleton in self._scores:
             return self._scores[wanted_skeleton]
-        if self._left is not None:
-            if len(self._by_skeleton) > self._left:
-                return []
-            self._left -= len(self._by_skeleton)
+        if not self._can_compare(len(self._by_skeleton)):
+            return []
         wanted = wanted_skeleton.split(".")
         matcher = difflib.SequenceMatcher()
         scored = self._scores[wanted_skeleton] = []
@@ -141,6 +147,13 @@ class NearMissSearch:
             if score >= _MIN_SCORE:
                 scored.append((score, skeleton))
         return scored
+
+    def _can_compare(self, count: int) -> bool:
+        """Return whether so many comparisons are within the limit, and subtract them from it."""
+        if self._left is None or count > self._left:
+            return self._left is None
+        self._left -= count
+        return True
 
     def _align_numbers(self, text_form: str, candidate_form: str) -> dict[int, int]:
         """Return a dict from the index of a number in a candidate to the index of the number at its place in a text."""

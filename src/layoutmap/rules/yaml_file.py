@@ -142,7 +142,10 @@ def make_rules_file_text(fields: RulesFileFields) -> str:
         # A key may also occur inside an earlier line, so search for it after the previous key.
         key = textwrap.indent(dump_yaml({pattern: None}).removesuffix("null\n").rstrip(), "  ")
         end = text.index(f"\n{key}", end) + 1
-        comment = "".join(f"  # {line}\n" for line in textwrap.wrap(reason, 106, break_long_words=False))
+        comment = "".join(
+            f"  # {line}\n"
+            for line in textwrap.wrap(reason, 106, break_long_words=False, break_on_hyphens=False)
+        )
         text = text[:end] + comment + text[end:]
         end += len(comment)
     return text

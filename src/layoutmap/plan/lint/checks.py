@@ -187,7 +187,14 @@ def _make_mismatch_finding(
     reason = "the two differ"
     if summed is not None:
         reason += f", and sums over axis {summed} are partial, over {_join_dims(theirs)}"
-    is_swapped = swapped is not None and not swapped.find_uneven_axes(w.shape)
+    # If the kernel on the other side disagrees with the swapped axes, its own finding would swap them back.
+    beyond, role = (linted.kernels_before, "out") if w is first else (linted.kernels_after, "in")
+    dims_beyond = {each.list_dims(each.list_axes(role)[0]) for each in beyond.get(id(w), ())}
+    is_swapped = (
+        swapped is not None
+        and not swapped.find_uneven_axes(w.shape)
+        and dims_beyond <= {(), w.list_dims(axis)}
+    )
     what = f"its output is sharded over {_join_dims(ours)}, and the input of {second.name} over {_join_dims(theirs)}"
     if w is second:
         what = f"its input is sharded over {_join_dims(theirs)}, and the output of {first.name} over {_join_dims(ours)}"
@@ -198,7 +205,7 @@ def _make_mismatch_finding(
         {other.name: f"{other.shape}  {other.layout_text}"},
         f"{reason}: activations between them are resharded in every step",
         "its axes seem to be swapped" if is_swapped else "shard both over the same dims",
-        swapped if is_swapped else make_sharded_layout(w.layout, axis, dims),
+        swapped if swapped and is_swapped else make_sharded_layout(w.layout, axis, dims),
     )
 
 

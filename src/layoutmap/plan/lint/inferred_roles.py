@@ -8,6 +8,7 @@ adapters are never changed. An array is left without roles unless its name and i
     chain           layers of one name with numbers: (16, 64), (64, 64), (64, 10)
     single kernel   an array `kernel`, or one beside a bias of the size of one of its axes, or `head`
     table           `embed`, `wte`, `wpe`
+    output layer    `head`, or the only array of the transposed shape of a table beside it
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from layoutmap.core.paths import split_path_at_numbers
+from layoutmap.core.paths import find_repeated_layers, split_path_at_numbers
 from layoutmap.core.variables import AxisRoles, Kind, VariableSpec
 
 ATTENTION_PARTS = {
@@ -34,7 +35,7 @@ FIRST_KERNEL = re.compile(
 )
 SECOND_KERNEL = re.compile(rf"(.*_)?((w|fc|linear|dense)_?(2|o|out)|down|out|c_proj|proj){_END}")
 _PROJECTION = re.compile(r"(.*_)?proj")
-_TABLE = re.compile(r"(?!.*(unembed|patch|time|proj|norm))(.*_)?(wte|wpe|emb|embed.*|tokens?|vocab.*)")
+_TABLE = re.compile(r"(?!.*(unembed|patch|time|proj|norm))(.*_)?(wte|wpe|emb|embed.*|tok(en)?s?|vocab.*)")
 ROUTER = re.compile(r"(^|[._])(router|gate)(\.[^.]+)?$")
 HEAD = re.compile(r"(.*_)?(head|logits|unembed(ding)?|classifier|predictions)")
 _KERNEL = re.compile(r"kernel|weights?|w|W|\d+")  # the name of an array that says nothing about its layer
@@ -49,11 +50,12 @@ class InferredRoles(NamedTuple):
 
 
 class _UnknownWeight(NamedTuple):
-    """An array of unknown use, with the path and the name of its layer."""
+    """An array of unknown use, with the path and the name of its layer, and the biases beside it."""
 
     variable: VariableSpec
     layer: str
     name: str
+    biases: Sequence[VariableSpec]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,13 +63,15 @@ class _UnknownWeight(NamedTuple):
 
     @property
     def possible_output_axes(self) -> Sequence[int]:
-        """The axes of two that may be the outputs: the last one of a `kernel` of flax or Keras, otherwise either."""
-        return (1,) if self.variable.path.rpartition(".")[2] == "kernel" else (0, 1)
+        """The axes of two that may be the outputs: one of a `kernel` or a `weight`, otherwise either."""
+        is_kernel = self.variable.path.rpartition(".")[2] == "kernel"
+        return (1,) if is_kernel else (0,) if self.is_transposed else (0, 1)
 
     @property
     def is_transposed(self) -> bool:
-        """Whether its first axis is probably the output, as in a torch or Equinox `weight`."""
-        return self.variable.path.rpartition(".")[2] == "weight"
+        """Whether its first axis is the output, as in a torch or Equinox `weight`. A bias of another size denies it."""
+        is_weight = self.variable.path.rpartition(".")[2] == "weight"
+        return is_weight and (not self.biases or (self.shape[0],) in [bias.shape for bias in self.biases])
 
 
 _Roles = Iterator[tuple[_UnknownWeight, tuple[str, ...]]]
@@ -88,24 +92,34 @@ def infer_axis_roles(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, st
         for array in _iterate_unknown_weights(members):
             blocks[model, array.layer.rpartition(".")[0]].append(array)
     found: dict[tuple[str, str], InferredRoles] = {}
-    for block in blocks.values():
-        for infer in (
-            _infer_table_roles,
-            _infer_attention_roles,
-            partial(_infer_roles_by_names, counts=counts),
-            partial(_infer_chain_roles, least=3),
-            partial(_infer_roles_by_transposed_shapes, counts=counts),
-            partial(_infer_chain_roles, least=2),
-            partial(_infer_single_kernel_roles, containers=containers),
+    sizes_of_blocks = _find_sizes_of_repeated_blocks(weights, blocks)
+    for key, block in blocks.items():
+        tables = [array for array in block if _TABLE.fullmatch(array.name)]
+        # A table and an output layer have transposed shapes, too, and no name may tell them from two kernels. So beside
+        # repeated blocks of the same width, shapes alone give no roles.
+        alone = [
+            array
+            for array in block
+            if not HEAD.fullmatch(array.name) and not {*array.shape} & sizes_of_blocks[key]
+        ]
+        for infer, members in (
+            (_infer_table_roles, block),
+            (_infer_attention_roles, block),
+            (partial(_infer_roles_by_names, counts=counts), block),
+            (partial(_infer_chain_roles, least=3), block),
+            (partial(_infer_roles_by_transposed_shapes, counts=counts), alone),
+            (partial(_infer_chain_roles, least=2), alone),
+            (_infer_single_kernel_roles, block),
+            (partial(_infer_output_layer_roles, tables=tables), block),
         ):
-            rest = [array for array in block if array.variable.key not in found]
+            rest = [array for array in members if array.variable.key not in found]
             found |= {
                 array.variable.key: InferredRoles(AxisRoles(roles), array.layer)
                 for array, roles in infer(rest)
             }
         for array in block:
             if use := found.get(array.variable.key):
-                found |= _infer_bias_roles(array, use, containers)
+                found |= _infer_bias_roles(array, use)
     return found
 
 
@@ -119,7 +133,7 @@ def _iterate_unknown_weights(container: Sequence[VariableSpec]) -> Iterator[_Unk
         layer, _, name = v.path.rpartition(".")
         is_container = len(arrays) == 1 and layer and _KERNEL.fullmatch(name)
         path = layer if is_container else v.path
-        yield _UnknownWeight(v, path, path.rpartition(".")[2])
+        yield _UnknownWeight(v, path, path.rpartition(".")[2], _list_biases(v, container, path == v.path))
 
 
 def _infer_table_roles(block: Sequence[_UnknownWeight]) -> _Roles:
@@ -184,7 +198,12 @@ def _infer_roles_by_transposed_shapes(block: Sequence[_UnknownWeight], counts: M
         for shape, group in shapes.items()
         if shape[0] < shape[1] and shape[::-1] in shapes
     ]
-    if len(pairs) == 1 and min(map(len, pairs[0])) == 1:
+    # A table has no bias. So if only some of the arrays have one, the others can be tables.
+    if (
+        len(pairs) == 1
+        and min(map(len, pairs[0])) == 1
+        and len({bool(array.biases) for group in pairs[0] for array in group}) == 1
+    ):
         wide, tall = pairs[0]
         # If both are equally frequent, `max` returns axis 1, the larger one.
         shared = max((1, 0), key=lambda axis: -counts[wide[0].shape[axis]])
@@ -250,42 +269,64 @@ def _infer_chain_roles(block: Sequence[_UnknownWeight], least: int) -> _Roles:
                 yield array, _make_matrix_roles(out)
 
 
-def _infer_single_kernel_roles(
-    block: Sequence[_UnknownWeight], containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
-) -> _Roles:
+def _infer_single_kernel_roles(block: Sequence[_UnknownWeight]) -> _Roles:
     """Yield the roles of kernels that a name or a bias shows."""
     for array in block:
         if len(array.shape) != 2:
             continue
         is_kernel = array.variable.path.endswith(".kernel") or HEAD.fullmatch(array.name)
-        biases = {bias.shape[0] for bias in _list_biases(array, containers) if len(bias.shape) == 1}
+        biases = {bias.shape[0] for bias in array.biases if len(bias.shape) == 1}
         fitting = [axis for axis in array.possible_output_axes if array.shape[axis] in biases]
         if fitting or is_kernel:
             yield array, _make_matrix_roles(fitting[0] if len(fitting) == 1 else int(not array.is_transposed))
 
 
+def _infer_output_layer_roles(block: Sequence[_UnknownWeight], tables: Sequence[_UnknownWeight]) -> _Roles:
+    """Yield the roles of the only array with the transposed shape of a table."""
+    shapes = {table.shape[::-1] for table in tables}
+    found = [array for array in block if array.shape in shapes]
+    if len(found) == 1:
+        yield found[0], _make_matrix_roles(1)
+
+
+def _find_sizes_of_repeated_blocks(
+    weights: Sequence[VariableSpec], blocks: Mapping[tuple[str, str], Sequence[_UnknownWeight]]
+) -> Mapping[tuple[str, str], set[int]]:
+    """Return a dict from the model and path of a module to the sizes of unknown arrays in repeated blocks in it."""
+    layers = find_repeated_layers(v.path for v in weights)
+    found: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for (model, path), block in blocks.items():
+        while path:
+            module, _, name = path.rpartition(".")
+            if path in layers:
+                modules = {module, module.rpartition(".")[0]} if name.isdigit() else {module}
+                for each in modules:
+                    found[model, each] |= {size for array in block for size in array.shape}
+            path = module
+    return found
+
+
 def _infer_bias_roles(
-    kernel: _UnknownWeight, use: InferredRoles, containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
+    kernel: _UnknownWeight, use: InferredRoles
 ) -> Iterator[tuple[tuple[str, str], InferredRoles]]:
     """Yield the key and the use of each bias of a kernel."""
     outs = {role: kernel.shape[axis] for axis, role in enumerate(use.use.roles) if role.startswith("out")}
-    for bias in _list_biases(kernel, containers) if "rows" not in use.use.roles else ():
+    for bias in kernel.biases if "rows" not in use.use.roles else ():
         if bias.shape == tuple(outs.values()):
             yield bias.key, InferredRoles(AxisRoles(tuple(outs)), kernel.layer)
 
 
 def _list_biases(
-    kernel: _UnknownWeight, containers: Mapping[tuple[str, str], Sequence[VariableSpec]]
+    kernel: VariableSpec, container: Iterable[VariableSpec], is_own_layer: bool
 ) -> Sequence[VariableSpec]:
     """Return the arrays beside a kernel that have the name of a bias: `bias` beside `kernel`, `b1` beside `w1`."""
-    container, _, name = kernel.variable.path.rpartition(".")
+    name = kernel.path.rpartition(".")[2]
     names = {re.sub("^w", "b", name), f"{name}_bias", f"{name}_b", f"b_{name}"} - {name}
-    is_own_layer = kernel.layer == kernel.variable.path
     return [
         v
-        for v in containers[kernel.variable.model, container]
+        for v in container
         if (leaf := v.path.rpartition(".")[2]) in names or (not is_own_layer and _BIAS.fullmatch(leaf))
-        if v is not kernel.variable
+        if v is not kernel
     ]
 
 

@@ -54,9 +54,7 @@ class LayoutSuggestions:
         if (w is None and len(a.variable.shape) == 1) or id(a) in self._linted.experts.routers:
             return None
         if w is None or w.list_axes("rows"):
-            rows = w.list_axes("rows") if w else ()
-            axes = sorted(range(len(a.variable.shape)), key=lambda axis: axis not in rows)
-            return self._find_sibling_layout(a) or self._suggest_first_even_axis_layout(a, axes)
+            return self._find_sibling_layout(a) or self._suggest_first_even_axis_layout(a, w)
         is_kernel = w.list_axes("in") and w.list_axes("out")
         return self._suggest_kernel_layout(w) if is_kernel else self._suggest_bias_layout(w)
 
@@ -97,8 +95,9 @@ class LayoutSuggestions:
         ):
             return self._suggest_layout_over_largest_dim(w, into)
         found = self._suggest_layout_over_largest_dim(w, out)
-        is_paired = is_paired or bool(makers)
-        return found if found is not None or is_paired else self._suggest_layout_over_largest_dim(w, into)
+        if is_paired or makers or (found and self._remove_batch_dims(found.list_mesh_dims(out))):
+            return found
+        return self._suggest_layout_over_largest_dim(w, into) or found
 
     def _find_sibling_layout(self, a: Assignment) -> Layout | None:
         """Return the layout of the same weight in another block, or None if it is replicated there, too."""
@@ -161,11 +160,17 @@ class LayoutSuggestions:
         unit = w.use.head_size if is_of_heads and w.use.head_size else 1
         return None if w.shape[axis] // layout.num_shards(axis) % unit else layout
 
-    def _suggest_first_even_axis_layout(self, a: Assignment, axes: Sequence[int]) -> Layout | None:
-        """Shard one axis over the largest mesh dim that divides any axis. Return the layout, or None if no dim does."""
+    def _suggest_first_even_axis_layout(self, a: Assignment, table: Weight | None) -> Layout | None:
+        """Shard one axis over the largest mesh dim that divides any axis. Return the layout, or None if no dim does.
+
+        It is an axis of rows of a table, or the axis of a stack of experts, else the largest one.
+        """
         shape, dims = a.variable.shape, self._dims
+        rows = table.list_axes("rows") if table else ()
+        axes = sorted(range(len(shape)), key=lambda axis: (axis not in rows, -shape[axis]))
         if self._linted.is_expert_stack(a):
             dims = sorted(dims, key=lambda dim: dim.name not in NAMES_OF_EXPERTS)
+            axes = range(len(shape))
         for dim in dims:
             for axis in axes:
                 if shape[axis] and shape[axis] % dim.size == 0:

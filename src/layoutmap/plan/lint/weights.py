@@ -225,12 +225,13 @@ class LintedPlan:
         for a in weights:
             if len(a.variable.shape) > 1 and a.variable.use is None:
                 layer = a.variable.path.rpartition(".")[0]
-                for module in (layer, layer.rpartition(".")[0]):
+                for module in {layer, layer.rpartition(".")[0]}:  # equal for an array in the root
                     stacks[a.variable.model, module, a.variable.shape[0]].append(a)
         found, routers = set[int](), set[int]()
         for a in weights if stacks else ():
             v = a.variable
-            if len(v.shape) != 2:
+            is_bias = v.use is not None and not any(role.startswith("in") for role in v.use.roles)
+            if len(v.shape) != 2 or is_bias:
                 continue
             # Norms of stacked layers also have the axes (layers, features). So a weight of unknown use with the axes
             # (experts, features) must have the name of a router.
