@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from layoutmap.core.errors import PlanError, join_names
-from layoutmap.core.match import Match
+from layoutmap.core.match import Match, Rule
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.old_names import DeprecatedAlias
 from layoutmap.core.paths import replace_numbers_with_stars
@@ -20,6 +20,7 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import PlanCost
 from layoutmap.plan.output_rules import OutputRanks
 from layoutmap.plan.problems import Problem, merge_problems, sort_problems
+from layoutmap.rules.keras_rules import pad_rule_layout
 from layoutmap.rules.near_misses import find_nearest_candidates
 
 _MAX_FULL_PROBLEMS = 10
@@ -40,6 +41,9 @@ class PlanTable(Mapping[str, Assignment]):
     gathered_dims: tuple[str, ...] = ()
     batches: tuple[str, ...] | None = field(default=None, compare=False)
     layers: OutputRanks | None = field(default=None, compare=False)
+    corrections: Mapping[tuple[str, str], Rule] = field(
+        default_factory=dict[tuple[str, str], Rule], compare=False
+    )
 
     @cached_property
     def _assignments_by_key(self) -> dict[str, Assignment]:
@@ -98,6 +102,17 @@ class PlanTable(Mapping[str, Assignment]):
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields without cached properties."""
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+    def apply_corrections(self) -> Self:
+        """Return the plan with the layouts of the rules without typos, so that other advice fits them."""
+        rules = self.corrections
+        assignments = tuple(
+            replace(a, layout=pad_rule_layout(rule, a.layout.rank), match=Match(a.variable.path, rule))
+            if (rule := rules.get(a.variable.key))
+            else a
+            for a in self.assignments
+        )
+        return replace(self, assignments=assignments) if rules else self
 
     @property
     def errors(self) -> tuple[Problem, ...]:
