@@ -552,6 +552,29 @@ def test_a_sum_over_the_batchs_dim_is_clear_where_rules_or_no_compiler_say_what_
     assert [] == found(plan_of(rules, free_activations=False))
 
 
+@pytest.mark.parametrize("specs", [(None, "data"), ("data", None)])
+def test_a_table_over_the_batchs_dim_is_the_one_finding_also_with_a_cost(specs):
+    """The sums of the layers after it have no finding, and the fix is a layout over another dim."""
+    rules = but({r".*embeddings": specs})
+    plan = plan_of(rules, free_activations=True)
+    sums = [Collective("all_reduce", ("data",), 2, 2**28, f"blocks.{n}.norm") for n in range(2)]
+    with_cost = replace(plan, cost=costs.plan(None, sums).cost)
+
+    expected = [("sum over the batch dim", "tokens.embeddings")]
+    assert expected == found(plan) == found(with_cost)
+    assert {"change rule 1 to ('model', None)"} == {p.fix.rpartition("; ")[2] for p in with_cost.lint()}
+    assert [] == found(plan_of(rules, free_activations=False))
+
+
+def test_the_fix_for_an_existing_layout_names_the_new_one():
+    """A model that was sharded without a map has no rules to change."""
+    plan = plan_of(but({UP: ("model", None)}))
+    existing = [replace(a, match=None) for a in plan.assignments]
+    (fix,) = {p.fix for p in replace(plan, assignments=tuple(existing)).lint()}
+
+    assert fix.endswith("its axes seem to be swapped; lay it out as (unsharded, model)")
+
+
 def test_the_batchs_dim_is_that_of_the_activations_or_one_of_its_names_or_the_one_given():
     """Else it is not known, and the text says so."""
     variables, rules = decoder(), GOOD

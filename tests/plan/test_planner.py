@@ -334,6 +334,13 @@ def test_alternatives_that_are_optional_or_used_are_no_problem(pattern):
     assert "match" not in "".join(p.what.rpartition(": ")[2] for p in problems if p.severity == "note")
 
 
+def test_a_pattern_to_match_anywhere_keeps_its_flags_at_the_start():
+    """In another place they are no regex."""
+    plan = plan_of([weight("d1.kernel")], {r"(?i)KERNEL": (None, "model")})
+
+    assert 'to match anywhere in a path: r"(?i).*KERNEL"' in [p.fix for p in plan.problems]
+
+
 def test_an_exact_key_beats_a_rule_that_comes_before():
     """As in the map itself, a rule whose text is the path wins over one whose regex matches it."""
     plan = plan_of([weight("d1.kernel")], {r"d1\..*": (None, "model"), "d1.kernel": ("model", None)})

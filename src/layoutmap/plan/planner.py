@@ -30,9 +30,9 @@ from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.rule_problems import (
     MAX_COMPARISONS,
     PathRule,
+    add_corrected_rules,
     add_suggested_rules_to_fixes,
     add_typo_corrections_to_fixes,
-    find_corrections,
     find_keras_output_rule_problems,
     find_unused_activation_rule_problems,
     find_unused_rule_problems,
@@ -115,7 +115,6 @@ def make_plan_table(
     problems = builder.problems
     if zero_dim is not None:
         problems.append(make_zero_dim_note(assignments, zero_dim))
-    corrections: Mapping[tuple[str, str], Rule] = {}
     if complete:
         paths = {
             path: PathRule(
@@ -130,7 +129,7 @@ def make_plan_table(
         of_rules = [*find_unused_rule_problems(layout_map, builder.won, builder.beaten, paths, "variable")]
         unused = {p.subject: p for p in of_rules if p.kind == "unused rule"}
         problems = [*add_typo_corrections_to_fixes(problems, unused), *of_rules]
-        corrections = find_corrections(layout_map, of_rules, assignments)
+        assignments = [*add_corrected_rules(layout_map, of_rules, assignments)]
         problems += find_keras_output_rule_problems(layout_map, [*paths]) if builder.has_keras_rules else ()
     matches = [layout_map.activations.match(path) for path in layers or () if layout_map.activations]
     laid_out = tuple(match for match in matches if match.rule)
@@ -151,13 +150,7 @@ def make_plan_table(
         problems += [problem] if problem else []
     problems += find_unsupported_feature_problems(unsupported, assignments)
     plan = PlanTable(
-        mesh,
-        tuple(assignments),
-        sort_problems(problems),
-        laid_out,
-        free_activations,
-        layers=ranks,
-        corrections=corrections,
+        mesh, tuple(assignments), sort_problems(problems), laid_out, free_activations, layers=ranks
     )
     return replace(plan, problems=tuple(add_suggested_rules_to_fixes(plan)))
 

@@ -31,6 +31,7 @@ MAX_COMPARISONS = 20_000
 
 _BONUS_WITHOUT_RULE = 0.1
 _SET_OR_ESCAPE = re.compile(r"\[|\(\?[^:]|\\[xuUN]")
+_FLAGS = re.compile(r"(?:\(\?[aimsux]+\))*")
 _WORD = re.compile(r"(?<!\\)[A-Za-z_]+(?![*?+{])")
 _CORRECTED_PATTERN = re.compile(r'(?:did you mean|to match anywhere in a path:) r"(.*)"')
 
@@ -119,7 +120,7 @@ def find_unused_rule_problems(
             if named
             else "rules match from the start of a path, and none of the model's "
             f"{format_count(count, 'path')} matches this pattern",
-            f'to match anywhere in a path: r".*{rule.pattern}"'
+            f'to match anywhere in a path: r"{_FLAGS.sub(_add_any_start, rule.pattern, count=1)}"'
             if rule.pattern in inside
             else f'did you mean r"{corrected}"? else delete it'
             if corrected
@@ -129,6 +130,10 @@ def find_unused_rule_problems(
         )
     used = [rule for rule in rules.rules if num_wins[rule.number]]
     yield from _find_unused_alternative_problems(rules, used, paths, owner_kind)
+
+
+def _add_any_start(flags: re.Match[str]) -> str:
+    return f"{flags[0]}.*"
 
 
 def _find_word_correction(
@@ -301,30 +306,31 @@ def add_typo_corrections_to_fixes(
         yield problem
 
 
-def find_corrections(
+def add_corrected_rules(
     rules: Rules, problems: Iterable[Problem], assignments: Iterable[Assignment]
-) -> dict[tuple[str, str], Rule]:
-    """Return the corrected rules of problems, by the key of each variable that gets its layout from one of them."""
+) -> Iterator[Assignment]:
+    """Yield the assignments. If the correction of a problem's rule wins for a variable, its match has the new rule."""
     by_pattern = {rule.pattern: rule for rule in rules.rules}
     corrected = [
-        replace(by_pattern[p.subject], pattern=match[1])
+        (replace(by_pattern[p.subject], pattern=match[1]), re.compile(anchor_keras_pattern(match[1])))
         for p in problems
         if p.kind == "unused rule" and (match := _CORRECTED_PATTERN.search(p.fix))
     ]
-    regexes = [re.compile(anchor_keras_pattern(rule.pattern)) for rule in corrected]
-    found: dict[tuple[str, str], Rule] = {}
-    for a in assignments if corrected else ():
-        v = a.variable
-        if a.match is None or a.match.has_existing_layout or v.is_derived:
-            continue
-        paths = (v.path, *v.aliases)
-        for rule, regex in zip(corrected, regexes, strict=True):
-            winner = found.get(v.key) or a.match.rule
-            is_first = winner is None or (rule.number < winner.number and winner.pattern not in paths)
-            is_match = is_first and any(map(regex.match, paths)) and _has_fitting_rank(rule, v.shape)
-            if is_match and not pad_rule_layout(rule, len(v.shape)).find_uneven_axes(v.shape):
-                found[v.key] = rule
-    return found
+    for a in assignments:
+        v, match = a.variable, a.match
+        if match and not match.has_existing_layout and not v.is_derived:
+            paths = (v.path, *v.aliases)
+            fitting = [
+                rule
+                for rule, regex in corrected
+                if any(map(regex.match, paths))
+                and _has_fitting_rank(rule, v.shape)
+                and not pad_rule_layout(rule, len(v.shape)).find_uneven_axes(v.shape)
+                if not match.rule or (rule.number < match.rule.number and match.rule.pattern not in paths)
+            ]
+            if fitting:
+                a = replace(a, match=replace(match, corrected=min(fitting, key=lambda rule: rule.number)))
+        yield a
 
 
 def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from layoutmap.core.errors import PlanError, join_names
-from layoutmap.core.match import Match, Rule
+from layoutmap.core.match import Match
 from layoutmap.core.mesh import Mesh, MeshDimension
 from layoutmap.core.old_names import DeprecatedAlias
 from layoutmap.core.paths import replace_numbers_with_stars
@@ -41,9 +41,6 @@ class PlanTable(Mapping[str, Assignment]):
     gathered_dims: tuple[str, ...] = ()
     batches: tuple[str, ...] | None = field(default=None, compare=False)
     layers: OutputRanks | None = field(default=None, compare=False)
-    corrections: Mapping[tuple[str, str], Rule] = field(
-        default_factory=dict[tuple[str, str], Rule], compare=False
-    )
 
     @cached_property
     def _assignments_by_key(self) -> dict[str, Assignment]:
@@ -105,14 +102,14 @@ class PlanTable(Mapping[str, Assignment]):
 
     def apply_corrections(self) -> Self:
         """Return the plan with the layouts of the rules without typos, so that other advice fits them."""
-        rules = self.corrections
         assignments = tuple(
             replace(a, layout=pad_rule_layout(rule, a.layout.rank), match=Match(a.variable.path, rule))
-            if (rule := rules.get(a.variable.key))
+            if a.match and (rule := a.match.corrected)
             else a
             for a in self.assignments
         )
-        return replace(self, assignments=assignments) if rules else self
+        is_same = all(new is a for new, a in zip(assignments, self.assignments, strict=True))
+        return self if is_same else replace(self, assignments=assignments)
 
     @property
     def errors(self) -> tuple[Problem, ...]:

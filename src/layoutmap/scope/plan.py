@@ -48,8 +48,6 @@ class Plan(PlanTable):
             unknown.
         layers: Paths of all layers, each with the rank of its output (`None`: unknown), for fixes. `None`: unknown, as
             in a plan from JSON, or the model is a pytree.
-        corrections: Rules that have a typo, without it, by the `key` of each variable that they then match. Empty in a
-            plan from JSON.
 
     Example:
         >>> from layoutmap.core.variables import VariableSpec

@@ -1,6 +1,6 @@
 """Find layouts that are valid but probably not intended, each with its evidence and a fix.
 
-    "sum over the batch dim" a summed axis of a kernel is sharded over the dim of the batch
+    "sum over the batch dim" a summed axis of a kernel, or a table, is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
     "replicated partner"     a kernel is replicated, and the kernel before or after it is sharded along the common axis;
                              or a bias without a rule is replicated, and its kernel's outputs and other biases are not

@@ -56,6 +56,33 @@ def _find_sums_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
         )
 
 
+def find_tables_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
+    """Yield a finding for each embedding table that is sharded over the batch dim, and over no other dim.
+
+    Later layers then sum over the sharded features of its outputs, or gather them.
+    """
+    batch = linted.batch_dim
+    if batch is None or linted.plan.activations or not linted.plan.free_activations:
+        return
+    suggestions = LayoutSuggestions(linted)
+    for w in linted.weights:
+        dims = {dim for axis in range(len(w.shape)) for dim in w.list_dims(axis)}
+        if not w.list_axes("rows") or not dims or dims - {*linted.batch_dims}:
+            continue
+        axis = next(axis for axis in range(len(w.shape)) if w.list_dims(axis))
+        yield _make_weight_finding(
+            "sum over the batch dim",
+            w,
+            f"axis {axis} of this table is sharded over {format_batch_dim(batch)}, and so is the batch",
+            {},
+            "a device needs the whole outputs for its rows, but has a part of the table: each step gathers or sums "
+            "outputs in this layer or in later ones, and no rule says where",
+            f"add a rule for activations: {make_output_rule_text(linted.plan.layers, w.layer, batch)}, "
+            "or do not shard it over that dim",
+            suggestions.suggest_table_layout(w),
+        )
+
+
 def _make_weight_finding(
     kind: str, w: Weight, what: str, facts: Mapping[str, str], why: str, fix: str, layout: Layout | None
 ) -> Finding:
@@ -552,6 +579,7 @@ LATER_CHECKS = (_find_replicated_neighbor_kernels, _find_layout_contradictions, 
 CHECKS = (
     _find_unused_rules,
     _find_sums_over_batch_dim,
+    find_tables_over_batch_dim,
     _find_swapped_axes,
     _find_attention_mismatches,
     _find_split_heads,
