@@ -37,7 +37,7 @@ GOLDEN = r"""{"format": "layoutmap plan", "version": 3,
  "variables": [
   {"path": "tokens.embeddings", "shape": [64, 8], "dtype": "bfloat16", "aliases": ["head.kernel"], "layout": ["model", null], "rule": [1, ".*embeddings"], "others": [[2, ".*\\.kernel", [null, ["model", "batch"]]]]},
   {"path": "d1.kernel", "shape": [8, 32], "dtype": "float32", "layout": [null, ["model", "batch"]], "rule": [2, ".*\\.kernel"], "global_init": "its initializer is orthogonal"},
-  {"path": "d1.bias", "shape": [32], "dtype": "float32", "layout": [null], "rule": null},
+  {"path": "d1.bias", "shape": [32], "dtype": "float32", "layout": [null], "rule": null, "corrected": [3, "d1\\.bias$", ["model"]]},
   {"path": "seed", "shape": [2], "dtype": "uint32", "kind": "rng", "layout": [null], "rule": null},
   {"path": "optimizer.d1.kernel.momentum", "shape": [8, 32], "dtype": "float32", "kind": "slot", "parent": "d1.kernel", "layout": [null, ["model", "batch"]]}
  ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import costs
@@ -88,9 +89,9 @@ def found(plan, **options):
 
 @given(strategies.plans(layers=True))
 def test_rules_that_are_not_used_are_found(drawn):
-    """Exactly those that the plan reports: none before all variables are known."""
+    """Exactly those of which the plan warns: none before all variables are known."""
     variables, layout_map, plan = drawn
-    of_rules = [p for p in plan.problems if p.kind in ("unused rule", "shadowed rule")]
+    of_rules = [p for p in plan.warnings if p.kind in ("unused rule", "shadowed rule")]
     before = make_plan(variables, layout_map, complete=False, layers=[])
 
     assert of_rules == [p for p in plan.lint() if p in plan.problems]
@@ -235,7 +236,6 @@ COLUMN, ROW = (
 @pytest.mark.parametrize(
     ("rules", "kind", "subject", "change"),
     [
-        (without(UP) | {r".*pu\.kernel": (None, "model")}, "replicated partner", "up.kernel", COLUMN),
         (but({UP: ("model", None)}), "swapped", "up.kernel", "change rule 1 to (None, 'model')"),
         (without(UP, DOWN), "contradicts its bias", "up.kernel", COLUMN),
         (
@@ -259,7 +259,7 @@ COLUMN, ROW = (
             "add a rule: layout_map[r\"blocks\\.\\d+\\.up\\.bias$\"] = ('model',)",
         ),
     ],
-    ids=["typo", "swapped", "no rule", "swapped alone", "no row", "bias", "bias of a row", "no bias"],
+    ids=["swapped", "no rule", "swapped alone", "no row", "bias", "bias of a row", "no bias"],
 )
 def test_the_odd_one_is_reported_and_not_the_weights_that_agree(rules, kind, subject, change):
     """Unmatched variables are replicated on purpose, so that the plan itself reports nothing."""
@@ -321,6 +321,7 @@ def test_the_plan_and_lint_advise_the_same_for_a_kernel_without_a_rule():
         *make_dense("big", (640, 64)),
     ]
     rules = {r"h\.0\.c\.kernel": ("model", None), r"h\.1\.c\.bias": ("model",), "big.kernel": (None, "model")}
+    rules |= {"big.bias": ("model",)}
     plan = plan_of(rules, variables)
     (problem,) = (p for p in plan.lint() if p not in plan.problems)
 
@@ -350,6 +351,51 @@ def test_an_output_layer_that_sums_over_a_sharded_axis_is_found(is_tied):
 
 def found_all(plan):
     return [(p.kind, p.subject) for p in plan.lint() if p not in plan.problems]
+
+
+@pytest.mark.parametrize("rest", [None, "replicated"])
+@pytest.mark.parametrize("typo", [r".*pu\.kernel", r".*(pu|gate)\.kernel"])
+def test_other_advice_is_as_if_a_mistyped_rule_were_correct(typo, rest):
+    """For its partner, its bias, and its memory. After the correction, the same is left to do, or nothing."""
+    variables = [*decoder(), *make_dense("gate", (HIDDEN, 2 * HIDDEN))]
+    good = without(UP, r".*up\.bias") | {"gate.bias": ("model",)}
+    mesh = Mesh(None, f"data={DATA},model={MODEL}")
+    plans = [make_plan(variables, LayoutMap(mesh, good | {typo: (None, "model")}, rest=rest))]
+    (unused,) = [p for p in plans[0].lint() if p in plans[0].problems]
+    corrected = re.findall(r'did you mean r"(.*)"', unused.fix)[0]
+    plans.append(make_plan(variables, LayoutMap(mesh, good | {corrected: (None, "model")}, rest=rest)))
+
+    found = [{p.subject: p.fix for p in plan.lint() if p not in plan.problems} for plan in plans]
+    assert found[0] == found[1]
+    assert all("('model',)" in found[0][f"blocks.{n}.up.bias"] for n in range(2))
+    fixes = {p.subject: p.fix for p in plans[0].problems if p.kind == "no rule"}
+    assert rest or "('model',)" in fixes["blocks.0.up.bias"]
+    rows = {row.path: (row.axis, row.dim) for row in plans[0].memory.rows}
+    assert (1, "model") == rows.get("blocks.{0..1}.up.kernel")
+
+
+def test_a_bias_without_a_rule_is_sharded_as_its_kernel_will_be():
+    """The plan advises both in one printout, and lint too, if the kernel is only now to be sharded."""
+    kernel = plan_of({}, [*make_dense("up", (64, 256))])
+    fixes = {p.subject: p.fix for p in kernel.problems if p.kind == "no rule"}
+    swapped = plan_of(without(r".*up\.bias") | {UP: ("model", None)})
+    (bias,) = {p.fix for p in swapped.lint() if p.subject.endswith("up.bias")}
+
+    assert "(None, 'model')" in fixes["up.kernel"]
+    assert "('model',)" in fixes["up.bias"]
+    assert "('model',)" in bias
+
+
+def test_a_swapped_kernel_whose_heads_cannot_be_split_is_replicated():
+    """So the fix names a layout in any case."""
+    roles = AxisRoles(("in.0", "out.0"), 16), AxisRoles(("in.0", "out.0"), 16)
+    variables = [
+        VariableSpec(f"attention.{name}.kernel", shape, "float32", use=use)
+        for name, shape, use in (("query", (64, 96), roles[0]), ("output", (96, 64), roles[1]))
+    ]
+    (problem,) = plan_of({r"attention\.query\.kernel": ("model", None)}, variables).lint()
+
+    assert problem.fix.endswith("change rule 1 to (None, None)")
 
 
 def test_only_a_weight_with_rows_is_called_a_table():
@@ -504,6 +550,29 @@ def test_a_sum_over_the_batchs_dim_is_clear_where_rules_or_no_compiler_say_what_
     assert {"sum over the batch dim"} == kinds
     assert [] == found(with_activations)
     assert [] == found(plan_of(rules, free_activations=False))
+
+
+@pytest.mark.parametrize("specs", [(None, "data"), ("data", None)])
+def test_a_table_over_the_batchs_dim_is_the_one_finding_also_with_a_cost(specs):
+    """The sums of the layers after it have no finding, and the fix is a layout over another dim."""
+    rules = but({r".*embeddings": specs})
+    plan = plan_of(rules, free_activations=True)
+    sums = [Collective("all_reduce", ("data",), 2, 2**28, f"blocks.{n}.norm") for n in range(2)]
+    with_cost = replace(plan, cost=costs.plan(None, sums).cost)
+
+    expected = [("sum over the batch dim", "tokens.embeddings")]
+    assert expected == found(plan) == found(with_cost)
+    assert {"change rule 1 to ('model', None)"} == {p.fix.rpartition("; ")[2] for p in with_cost.lint()}
+    assert [] == found(plan_of(rules, free_activations=False))
+
+
+def test_the_fix_for_an_existing_layout_names_the_new_one():
+    """A model that was sharded without a map has no rules to change."""
+    plan = plan_of(but({UP: ("model", None)}))
+    existing = [replace(a, match=None) for a in plan.assignments]
+    (fix,) = {p.fix for p in replace(plan, assignments=tuple(existing)).lint()}
+
+    assert fix.endswith("its axes seem to be swapped; lay it out as (unsharded, model)")
 
 
 def test_the_batchs_dim_is_that_of_the_activations_or_one_of_its_names_or_the_one_given():

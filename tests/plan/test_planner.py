@@ -271,22 +271,74 @@ def test_a_mistyped_word_of_a_rule_is_corrected_and_the_rest_is_kept(name, rest)
     )
 
 
+ALTERNATIVES_WITHOUT_MATCH = {
+    "a letter that is wrong": (r"h\.\d+\.attn\.(query|key|valu)\.kernel", "valu", "value"),
+    "two letters in the wrong order": (r"h\.\d+\.attn\.(query|key|vlaue)\.kernel", "vlaue", "value"),
+    "two of two letters": (r".*\.(wq|wk|vw)$", "vw", "wv"),
+    "the first letter alone": (r"h\.\d+\.attn\.(q|key|value)\.kernel", "q", "query"),
+    "a name of two words": (r".*(lift_gate|lift_val)\.kernel", "lift_val", "lift_value"),
+    "two alternatives": (r".*\.(quer|key|vlue)\.kernel", "quer, vlue", "query|key|value"),
+    "in an inner group": (r"h\.\d+\.(w(q|k)|attn\.(key|valeu)\.kernel)$", "valeu", "value"),
+    "words with a quantifier": (r".*\.(key|vlaue.*)\.kernel", "vlaue.*", "value.*"),
+    "of no similar name": (r".*\.(wq|wk|wz)$", "wz", ""),
+    "of a name that another one begins with": (r".*\.(que|query)\.kernel", "que", ""),
+    "of other models": (r".*\.(key|gate)\.kernel", "gate", ""),
+    "with another number": (r".*\.(fc1|fc3)\.kernel", "fc3", ""),
+    "with a quantifier": (r".*\.(fc1|fcs?)\.kernel", "fcs?", ""),
+    "of a variable": (r".*\.(fc1|biass)\.kernel", "biass", ""),
+    "with all inner ones": (r"(h\.\d+\.w[qk]|g\.(a|b))$", r"g\.(a|b)", ""),
+    "of rank 1": (r".*\.(key|valu)\.bias", "valu", ""),
+}
+
+
+@pytest.mark.parametrize("rest", [None, "replicated"])
+@pytest.mark.parametrize("name", ALTERNATIVES_WITHOUT_MATCH)
+def test_each_alternative_that_matches_nothing_is_named(name, rest):
+    """A warning corrects it if a similar name has no rule. Else it may be for other models, so it gets a note."""
+    pattern, unused, correction = ALTERNATIVES_WITHOUT_MATCH[name]
+    shapes = dict.fromkeys([f"attn.{part}.kernel" for part in ("query", "key", "value")], (16, 64))
+    shapes |= dict.fromkeys(("lift_gate.kernel", "lift_value.kernel", "wq", "wk", "wv", "wo"), (16, 64))
+    shapes |= {
+        "fc1.kernel": (16, 64),
+        "fc2.kernel": (64, 16),
+        "attn.key.bias": (64,),
+        "attn.value.bias": (64, 1),
+    }
+    variables = [weight(f"h.{n}.{path}", shape) for n in range(2) for path, shape in shapes.items()]
+    specs = ("model",) if pattern.endswith("bias") else (None, "model")
+    problems = make_plan(variables, lm.LayoutMap(MESH, {pattern: specs}, rest=rest)).problems
+    (problem,) = [p for p in problems if p.kind == "unused rule"]
+
+    assert ("warning" if correction else "note") == problem.severity
+    assert re.fullmatch(
+        rf"rule 1  {re.escape(pattern)}: {re.escape(unused)} match(es)? no variable", problem.what
+    )
+    assert (
+        ("did you mean" in problem.fix)
+        == bool(correction)
+        == (correction in problem.fix and correction != "")
+    )
+    assert f"delete {unused} from it" in problem.fix
+
+
 @pytest.mark.parametrize(
     "pattern",
-    [
-        r".*\.(fc1|fc3)\.kernel",
-        r".*\.(fc1|gate)\.kernel",
-        r".*\.(fc1|fcs?)\.kernel",
-        r".*\.(fc1|biass)\.kernel",
-    ],
+    [r"(.*\.)?(fc1|fc3)\.kernel?", "d1", r".*(fc1|fc2)", r".*fc1(|_proj)\.", r".*(fc3|fc4)?\.kernel"],
 )
-def test_an_alternative_for_other_models_is_passed(pattern):
-    """No similar word in its place would match a variable without a rule."""
-    plan = make_plan(
-        mlp_variables("fc1", "fc2"), lm.LayoutMap(MESH, {pattern: (None, "model")}, rest="replicated")
-    )
+def test_alternatives_that_are_optional_or_used_are_no_problem(pattern):
+    """An alternative that may be left out is for several models, as one of a preset is."""
+    variables = [weight("h.0.fc1.kernel"), weight("h.0.fc2.kernel")]
+    rules = {pattern: (None, "model")} if pattern[0] == "." else lm.LayoutMap.preset("llama_nnx", MESH)
+    problems = make_plan(variables, lm.LayoutMap(MESH, rules, rest="replicated")).problems
 
-    assert () == plan.problems
+    assert "match" not in "".join(p.what.rpartition(": ")[2] for p in problems if p.severity == "note")
+
+
+def test_a_pattern_to_match_anywhere_keeps_its_flags_at_the_start():
+    """In another place they are no regex."""
+    plan = plan_of([weight("d1.kernel")], {r"(?i)KERNEL": (None, "model")})
+
+    assert 'to match anywhere in a path: r"(?i).*KERNEL"' in [p.fix for p in plan.problems]
 
 
 def test_an_exact_key_beats_a_rule_that_comes_before():

@@ -69,6 +69,7 @@ class Match:
         others: The other matching rules, which lost, in the order of the map.
         near_misses: Patterns that come close, if no rule matches.
         otherwise: What happens to the path if no rule matches.
+        corrected: A rule with a typo, without it, if it then matches the path and wins.
     """
 
     path: str
@@ -76,6 +77,7 @@ class Match:
     others: tuple[Rule, ...] = ()
     near_misses: tuple[str, ...] = ()
     otherwise: str = "it is replicated"
+    corrected: Rule | None = None
 
     @property
     def has_rest_layout(self) -> bool:

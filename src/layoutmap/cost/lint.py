@@ -10,6 +10,7 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.table import Collective
+from layoutmap.plan.lint.checks import find_tables_over_batch_dim
 from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix
 from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import Problem
@@ -109,15 +110,26 @@ def find_summed_activation_problems(cost: Cost, linted: LintedPlan) -> Iterator[
         and not cost.is_overlapped(c)
         and {*linted.batch_dims} & {*c.dims}
     ]
+    has_table = any(find_tables_over_batch_dim(linted))
+    summing = {
+        replace_numbers_with_stars(w.layer)
+        for w in linted.kernels
+        for axis in w.list_axes("in")
+        if {*w.list_dims(axis)} & {*linted.batch_dims}
+    }
     for path, of_layer in _iterate_costly_causes(cost, found):
+        is_cause = replace_numbers_with_stars(path) in summing
+        # A table causes the sums in its layer and in later ones, and has a finding of its own.
+        if has_table and not is_cause:
+            continue
         yield Problem(
             "summed activation",
             "warning",
             path,
             f"{path}: its activation is summed over {format_batch_dim(batch)}, over which the batch is sharded",
             _make_traffic_facts(cost, of_layer),
-            "a weight is sharded along an axis that is summed over, so each device computes a part of every sum, for "
-            "the rows of all devices",
+            f"a {'weight' if is_cause else 'weight or an activation before it'} is sharded along an axis that is "
+            "summed over, so each device computes a part of every sum, for the rows of all devices",
             f"shard the output by rows, too: {make_output_rule_text(linted.plan.layers, path, batch)}",
         )
 

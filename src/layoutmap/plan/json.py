@@ -247,9 +247,9 @@ def _convert_match_to_json(match: Match) -> dict[str, Any]:
         if match.rule.layout.memory:
             written["rule_memory"] = match.rule.layout.memory
     if match.others:
-        written["others"] = [
-            [r.number, r.pattern, _list_specs(r.layout), *_list_rule_settings(r)] for r in match.others
-        ]
+        written["others"] = list(map(_convert_rule_to_json, match.others))
+    if match.corrected:
+        written["corrected"] = _convert_rule_to_json(match.corrected)
     if match.near_misses:
         written["near_misses"] = match.near_misses
     if match.otherwise != _OTHERWISE:
@@ -257,11 +257,10 @@ def _convert_match_to_json(match: Match) -> dict[str, Any]:
     return written
 
 
-def _list_rule_settings(rule: Rule) -> list[Any]:
-    """Return the `uneven` setting and the memory of a rule as a list, without default values at its end."""
-    if rule.layout.memory:
-        return [rule.uneven, rule.layout.memory]
-    return [rule.uneven] if rule.uneven != _ERROR else []
+def _convert_rule_to_json(rule: Rule) -> list[Any]:
+    """Return the JSON list of a rule, without default values at its end."""
+    settings = [rule.uneven, rule.layout.memory] if rule.layout.memory else [rule.uneven]
+    return [rule.number, rule.pattern, _list_specs(rule.layout), *(settings if settings != [_ERROR] else ())]
 
 
 def _convert_verdict_to_json(plan: PlanTable) -> dict[str, Any]:
@@ -304,6 +303,7 @@ class _MatchJson(PlanJsonObject):
     others: tuple[_RuleJson, ...] = ()
     near_misses: tuple[str, ...] = ()
     otherwise: str = _OTHERWISE
+    corrected: _RuleJson | None = None
 
 
 class _ActivationJson(_MatchJson):
@@ -432,6 +432,7 @@ def _read_variable(fields: _VariableJson, where: str, mesh: Mesh) -> Assignment:
         fields.asked
         or fields.others
         or fields.near_misses
+        or fields.corrected
         or (fields.uneven, fields.otherwise, fields.rule_memory) != (_ERROR, _OTHERWISE, None)
     ):
         raise make_plan_file_error(f"{where} has no 'rule'", "its other fields describe a rule")
@@ -452,8 +453,11 @@ def _read_match(fields: _MatchJson, where: str, mesh: Mesh, layout: Layout | Non
         if asked is None:
             raise make_plan_file_error(f"{where} has no 'layout'", "every entry with a rule has a layout")
         rule = Rule(*fields.rule, asked.replace_memory(fields.rule_memory), fields.uneven)
-    others = tuple(
-        Rule(r.number, r.pattern, _read_layout(r.layout, f"{where}.others[{i}][2]", mesh, r.memory), r.uneven)
-        for i, r in enumerate(fields.others)
-    )
-    return Match(fields.path, rule, others, fields.near_misses, fields.otherwise)
+    others = tuple(_read_rule(r, f"{where}.others[{i}]", mesh) for i, r in enumerate(fields.others))
+    corrected = fields.corrected and _read_rule(fields.corrected, f"{where}.corrected", mesh)
+    return Match(fields.path, rule, others, fields.near_misses, fields.otherwise, corrected)
+
+
+def _read_rule(fields: _RuleJson, where: str, mesh: Mesh) -> Rule:
+    layout = _read_layout(fields.layout, f"{where}[2]", mesh, fields.memory)
+    return Rule(fields.number, fields.pattern, layout, fields.uneven)

@@ -131,22 +131,21 @@ def count_memory_by_purpose(plan: PlanTable) -> Memory:
     weights = sum(a.device_bytes for a in fitting if a.variable.is_trained)
     gradients = sum(a.shard_bytes for a in fitting if a.variable.is_trained)
     slots = sum(a.device_bytes for a in fitting if a.variable.kind is Kind.SLOT)
-    could = sorted(_iterate_shardable_variables(plan, fitting), key=lambda each: -each.saved_bytes)
+    could = sorted(_iterate_shardable_variables(plan), key=lambda each: -each.saved_bytes)
     return Memory(
         weights, gradients, slots, plan.device_bytes - weights - slots, plan.host_bytes, tuple(could)
     )
 
 
-def _iterate_shardable_variables(
-    plan: PlanTable, assignments: list[Assignment]
-) -> Iterator[ShardableVariable]:
-    """Yield each of these variables that is replicated and could be sharded over a mesh dim."""
-    suggestions = make_layout_suggester(plan)
-    for a in assignments:
+def _iterate_shardable_variables(plan: PlanTable) -> Iterator[ShardableVariable]:
+    """Yield each variable that is replicated and could be sharded over a mesh dim."""
+    corrected = plan.apply_corrections()
+    suggestions = make_layout_suggester(corrected)
+    for a, new in zip(plan.assignments, corrected.assignments, strict=True):
         # A derived variable is sharded along with its parent, so it needs no row.
-        if a.variable.is_derived or not a.layout.is_fully_replicated():
+        if not a.fits or a.variable.is_derived or not a.layout.is_fully_replicated():
             continue
-        layout = suggestions.suggest_layout(a)
+        layout = suggestions.suggest_layout(new) if new.layout.is_fully_replicated() else new.layout
         if layout is not None:
             axis = max(range(layout.rank), key=layout.num_shards)
             dim = max(layout.list_mesh_dims(axis), key=layout.mesh.dim_size)

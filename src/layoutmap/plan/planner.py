@@ -30,6 +30,7 @@ from layoutmap.plan.problems import Problem, sort_problems
 from layoutmap.plan.rule_problems import (
     MAX_COMPARISONS,
     PathRule,
+    add_corrected_rules,
     add_suggested_rules_to_fixes,
     add_typo_corrections_to_fixes,
     find_keras_output_rule_problems,
@@ -128,6 +129,7 @@ def make_plan_table(
         of_rules = [*find_unused_rule_problems(layout_map, builder.won, builder.beaten, paths, "variable")]
         unused = {p.subject: p for p in of_rules if p.kind == "unused rule"}
         problems = [*add_typo_corrections_to_fixes(problems, unused), *of_rules]
+        assignments = [*add_corrected_rules(layout_map, of_rules, assignments)]
         problems += find_keras_output_rule_problems(layout_map, [*paths]) if builder.has_keras_rules else ()
     matches = [layout_map.activations.match(path) for path in layers or () if layout_map.activations]
     laid_out = tuple(match for match in matches if match.rule)

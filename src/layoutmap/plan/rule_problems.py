@@ -18,16 +18,21 @@ from layoutmap.plan.lint.changes import RuleChangeFormatter
 from layoutmap.plan.problems import Problem, group_problems
 from layoutmap.plan.slots import NO_RULES, SLOTS
 from layoutmap.plan.table import PlanTable
+from layoutmap.rules import presets
 from layoutmap.rules.index import RuleIndex
-from layoutmap.rules.keras_rules import is_keras_rule
+from layoutmap.rules.keras_rules import anchor_keras_pattern, is_keras_rule, pad_rule_layout
 from layoutmap.rules.merged_rules import find_whole_path_pattern_parts, merge_patterns
-from layoutmap.rules.near_misses import NearMissSearch, WordSearch
+from layoutmap.rules.near_misses import MIN_WORD_SCORE, NearMissSearch, WordSearch, get_word_similarity
+from layoutmap.rules.patterns import Alternative, list_alternatives
 from layoutmap.rules.rules import Rules
 
 MAX_COMPARISONS = 20_000
 """The limit of comparisons in each search for near misses, which takes about a second."""
 
 _BONUS_WITHOUT_RULE = 0.1
+_SET_OR_ESCAPE = re.compile(r"\[|\(\?[^:]|\\[xuUN]")
+_FLAGS = re.compile(r"(?:\(\?[aimsux]+\))*")
+_WORD = re.compile(r"(?<!\\)[A-Za-z_]+(?![*?+{])")
 _CORRECTED_PATTERN = re.compile(r'(?:did you mean|to match anywhere in a path:) r"(.*)"')
 
 
@@ -115,7 +120,7 @@ def find_unused_rule_problems(
             if named
             else "rules match from the start of a path, and none of the model's "
             f"{format_count(count, 'path')} matches this pattern",
-            f'to match anywhere in a path: r".*{rule.pattern}"'
+            f'to match anywhere in a path: r"{_FLAGS.sub(_add_any_start, rule.pattern, count=1)}"'
             if rule.pattern in inside
             else f'did you mean r"{corrected}"? else delete it'
             if corrected
@@ -123,9 +128,12 @@ def find_unused_rule_problems(
             if winner
             else "fix it, or delete it",
         )
-    for rule in rules.rules:
-        if num_wins[rule.number] and "|" in rule.pattern:
-            yield from _find_mistyped_alternatives(rules, rule, paths, words, owner_kind)
+    used = [rule for rule in rules.rules if num_wins[rule.number]]
+    yield from _find_unused_alternative_problems(rules, used, paths, owner_kind)
+
+
+def _add_any_start(flags: re.Match[str]) -> str:
+    return f"{flags[0]}.*"
 
 
 def _find_word_correction(
@@ -139,26 +147,78 @@ def _find_word_correction(
     return max(corrections, key=lambda found: len(found[0]), default=(list[str](), ""))
 
 
-def _find_mistyped_alternatives(
-    rules: Rules, rule: Rule, paths: Mapping[str, PathRule], words: WordSearch, owner_kind: str
+def _find_unused_alternative_problems(
+    rules: Rules, used: Sequence[Rule], paths: Mapping[str, PathRule], owner_kind: str
 ) -> Iterator[Problem]:
-    """Yield a problem for a word of a used rule that is in no path, if a similar word matches paths without a rule.
+    """Yield a problem for each used rule with alternatives that match no path.
 
-    Other alternatives of the rule match, so the rule is not unused.
+    It is a note unless similar words match paths without a rule. A preset is for several models, so its alternatives
+    are left out.
     """
-    for word, pattern, near in words.iterate_corrections(rule.pattern):
-        unruled = {path: paths[path] for path in near if paths[path].rule is None}
-        if gained := _list_gained_paths(rule, pattern, unruled, {}):
-            yield Problem(
-                "unused rule",
-                "warning",
-                rule.pattern,
-                f"{rules.format_name(rule)}: {word} matches no {owner_kind}",
-                (("near misses", ", ".join(gained[:3])),),
-                "the rule's other alternatives match, and these near misses have no rule",
-                f'did you mean r"{pattern}"? else delete {word} from it',
-            )
+    found = [(rule, each) for rule in used for each in list_alternatives(rule.pattern)]
+    index = RuleIndex(
+        re.compile(anchor_keras_pattern(each.replace_by(rule.pattern[each.start : each.end])))
+        for rule, each in found
+    )
+    unmatched = set(range(len(found)))
+    for path in paths:
+        if not unmatched:
             return
+        unmatched.difference_update(index.iterate_matching_positions(path))
+    unruled = {path: ruled for path, ruled in paths.items() if ruled.rule is None and ruled.can_change}
+    alternatives: dict[Rule, list[Alternative]] = {}
+    for rule, each in (found[n] for n in sorted(unmatched)):
+        # If all inner alternatives of one match nothing, name only the outer one.
+        inner = alternatives.setdefault(rule, [])
+        inner[:] = [other for other in inner if not each.start <= other.start < each.end]
+        inner.append(each)
+    left = MAX_COMPARISONS
+    for rule, unsorted in alternatives.items():
+        if rule.pattern in presets.list_patterns():
+            continue
+        members = sorted(unsorted)
+        texts = [rule.pattern[each.start : each.end] for each in members]
+        # Matching a path takes less time than comparing two words, so 50 paths count as one comparison.
+        left -= sum(len(_WORD.findall(text)) for text in texts) * (1 + len(unruled) // 50)
+        pattern, gained = rule.pattern, list[str]()
+        for each in reversed(members) if left > 0 else ():
+            near, text = _find_alternative_correction(rule, each, unruled)
+            if near and not {*near} & {*gained}:
+                pattern, gained = pattern[: each.start] + text + pattern[each.end :], [*near, *gained]
+        names = join_names(texts)
+        yield Problem(
+            "unused rule",
+            "warning" if gained else "note",
+            rule.pattern,
+            f"{rules.format_name(rule)}: {names} match{'es' * (len(texts) == 1)} no {owner_kind}",
+            (("near misses", ", ".join(gained[:3])),) if gained else (),
+            "the rule's other alternatives match" + ", and these near misses have no rule" * bool(gained),
+            f'did you mean r"{pattern}"? else delete {names} from it'
+            if gained
+            else f"delete {names} from it, unless other models need it",
+        )
+
+
+def _find_alternative_correction(
+    rule: Rule, alternative: Alternative, unruled: Mapping[str, PathRule]
+) -> tuple[list[str], str]:
+    """Return the paths that a rule gains by its best correction of one word of an alternative, and the alternative."""
+    text = rule.pattern[alternative.start : alternative.end]
+    corrections: list[tuple[float, list[str], str]] = []
+    for word in () if _SET_OR_ESCAPE.search(text) else _WORD.finditer(text):
+        before, after = text[: word.start()], text[word.end() :]
+        # A .* before the word would match its first letters.
+        start = "(?<![A-Za-z_])" if (alternative.before + before).rstrip("(?:").endswith("*") else ""
+        pattern = alternative.replace_by(f"{before}{start}(?P<_word>[A-Za-z_]+){after}")
+        regex = re.compile(anchor_keras_pattern(pattern))
+        others = sorted({match["_word"] for path in unruled if (match := regex.match(path))})
+        for other in others:
+            if (score := get_word_similarity(word[0], other)) >= MIN_WORD_SCORE:
+                corrected = f"{before}{other}{after}"
+                gained = _list_gained_paths(rule, alternative.replace_by(corrected), unruled, {})
+                corrections.append((score, gained, corrected))
+    _, gained, corrected = max((each for each in corrections if each[1]), default=(0, list[str](), ""))
+    return gained, corrected
 
 
 def _list_gained_paths(
@@ -244,10 +304,37 @@ def add_typo_corrections_to_fixes(
             corrected = _CORRECTED_PATTERN.search(rule.fix)
             # A rule gets only one new pattern, so both problems must propose the same one.
             if corrected and re.match(corrected[1], problem.subject):
-                name = re.split(r": (?:\w+ )?matches no", rule.what)[0]
+                name = re.split(r": (?:.+ )?match(?:es)? no ", rule.what)[0]
                 problem = replace(problem, fix=f'correct {name} to r"{corrected[1]}", or add a rule')
                 break
         yield problem
+
+
+def add_corrected_rules(
+    rules: Rules, problems: Iterable[Problem], assignments: Iterable[Assignment]
+) -> Iterator[Assignment]:
+    """Yield the assignments. If the correction of a problem's rule wins for a variable, its match has the new rule."""
+    by_pattern = {rule.pattern: rule for rule in rules.rules}
+    corrected = [
+        (replace(by_pattern[p.subject], pattern=match[1]), re.compile(anchor_keras_pattern(match[1])))
+        for p in problems
+        if p.kind == "unused rule" and (match := _CORRECTED_PATTERN.search(p.fix))
+    ]
+    for a in assignments:
+        v, match = a.variable, a.match
+        if match and not match.has_existing_layout and not v.is_derived:
+            paths = (v.path, *v.aliases)
+            fitting = [
+                rule
+                for rule, regex in corrected
+                if any(map(regex.match, paths))
+                and _has_fitting_rank(rule, v.shape)
+                and not pad_rule_layout(rule, len(v.shape)).find_uneven_axes(v.shape)
+                if not match.rule or (rule.number < match.rule.number and match.rule.pattern not in paths)
+            ]
+            if fitting:
+                a = replace(a, match=replace(match, corrected=min(fitting, key=lambda rule: rule.number)))
+        yield a
 
 
 def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:
@@ -279,16 +366,23 @@ def add_suggested_rules_to_fixes(plan: PlanTable) -> Iterator[Problem]:
 
 def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tuple[str, str], Layout]:
     """Return a dict from the key of each of these variables to its suggested layout."""
-    replicated = {
-        id(a): a if a.fits else replace(a, layout=Layout.replicated(plan.mesh, len(a.variable.shape)))
-        for a in plan.assignments
+    current = {
+        a.variable.key: a
+        if a.fits
+        else replace(a, layout=Layout.replicated(plan.mesh, len(a.variable.shape)))
+        for a in plan.apply_corrections().assignments
     }
-    suggestions = make_layout_suggester(replace(plan, assignments=tuple(replicated.values())))
-    found: dict[tuple[str, str], Layout] = {}
-    for a in members:
-        new = replicated[id(a)]
-        found[a.variable.key] = suggestions.suggest_layout(new) or new.layout
-    return found
+    keys = [a.variable.key for a in members]
+    # A bias is sharded as its kernel is, so the second pass sees the layouts that the first one suggests for kernels.
+    for _ in range(2):
+        suggestions = make_layout_suggester(replace(plan, assignments=tuple(current.values())))
+        layouts = {
+            key: suggestions.suggest_layout(current[key])
+            for key in keys
+            if current[key].layout.is_fully_replicated()
+        }
+        current |= {key: replace(current[key], layout=layout) for key, layout in layouts.items() if layout}
+    return {key: current[key].layout for key in keys}
 
 
 def find_keras_output_rule_problems(rules: Rules, paths: Sequence[str]) -> Iterator[Problem]:

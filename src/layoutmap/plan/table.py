@@ -20,6 +20,7 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.carried_cost import PlanCost
 from layoutmap.plan.output_rules import OutputRanks
 from layoutmap.plan.problems import Problem, merge_problems, sort_problems
+from layoutmap.rules.keras_rules import pad_rule_layout
 from layoutmap.rules.near_misses import find_nearest_candidates
 
 _MAX_FULL_PROBLEMS = 10
@@ -98,6 +99,17 @@ class PlanTable(Mapping[str, Assignment]):
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields without cached properties."""
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+    def apply_corrections(self) -> Self:
+        """Return the plan with the layouts of the rules without typos, so that other advice fits them."""
+        assignments = tuple(
+            replace(a, layout=pad_rule_layout(rule, a.layout.rank), match=Match(a.variable.path, rule))
+            if a.match and (rule := a.match.corrected)
+            else a
+            for a in self.assignments
+        )
+        is_same = all(new is a for new, a in zip(assignments, self.assignments, strict=True))
+        return self if is_same else replace(self, assignments=assignments)
 
     @property
     def errors(self) -> tuple[Problem, ...]:

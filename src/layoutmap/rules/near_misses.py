@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
 _MIN_SCORE = 0.6
-_MIN_WORD_SCORE = 0.75
+MIN_WORD_SCORE = 0.75
 _GROUP_OR_SET = re.compile(r"\(\?[^:]|\[[^\]]*[A-Za-z]")
 _LETTERS = re.compile(r"(?<!\\)[A-Za-z]+(?![*?+{])")
 _NUMBER_SIGN = "\0"
@@ -223,8 +223,14 @@ class WordSearch:
             if len(self._paths_by_word) > self._left:
                 return []
             self._left -= len(self._paths_by_word)
-            self._similar[word] = difflib.get_close_matches(word, self._paths_by_word, cutoff=_MIN_WORD_SCORE)
+            self._similar[word] = difflib.get_close_matches(word, self._paths_by_word, cutoff=MIN_WORD_SCORE)
         return self._similar[word]
+
+
+def get_word_similarity(word: str, other: str) -> float:
+    """Return the similarity of two words from 0 to 1. Swapped letters and missing last letters are typos."""
+    is_typo = sorted(word) == sorted(other) or other.startswith(word)
+    return max(MIN_WORD_SCORE * is_typo, difflib.SequenceMatcher(None, word, other).ratio())
 
 
 def _has_prefixes_in_order(words: Sequence[str], parts: Sequence[str]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.match import KERAS
@@ -22,6 +24,21 @@ _LOOP = re.compile(r"[*+{]")
 _PART = re.compile(r"\((?:\?:)?(?:X\\\.|\\\.X)".replace("X", r"(?:\\[wd]|\[\^\\?\.\])[+*]"))
 _END = re.compile(r"\)*\Z")
 _DOT = re.compile(r"\)*\\\.")
+_START = re.compile(rf"(?:{KERAS})?(?:\(\?[aimsu]+\))*")
+_REFERENCE = re.compile(r"\\[1-9]|\(\?(?:P=|[(#]|[a-z]*x)")
+
+
+class Alternative(NamedTuple):
+    """An alternative in a regex: its position, and the regex before and after it without the other alternatives."""
+
+    start: int
+    end: int
+    before: str
+    after: str
+
+    def replace_by(self, text: str) -> str:
+        """Return the regex with a text in place of this alternative and of all others of its group."""
+        return f"{self.before}{text}{self.after}"
 
 
 def compile_pattern(pattern: str, rule_name: str) -> re.Pattern[str]:
@@ -85,6 +102,48 @@ def explain_why_pattern_is_slow(pattern: str) -> str:
             if cost > _MAX_COST:
                 return f"a pattern has at most 6 repeats, or {_MAX_COST} optional parts and alternatives"
     return ""
+
+
+def list_alternatives(pattern: str) -> list[Alternative]:
+    """Return the alternatives in a regex. Those in groups that are optional, repeated, or negated are left out.
+
+    Example:
+        >>> pattern = r"(a\\.(b|c)|d)\\.e"
+        >>> [each.replace_by(pattern[each.start : each.end]) for each in list_alternatives(pattern)]
+        ['(a\\\\.(b))\\\\.e', '(a\\\\.(c))\\\\.e', '(a\\\\.(b|c))\\\\.e', '(d)\\\\.e']
+    """
+    begin = _START.match(pattern)
+    if "|" not in pattern or begin is None or _REFERENCE.search(pattern):
+        return []
+    opened, groups = [[begin.end()]], list[tuple[list[int], bool]]()
+    for match in _TOKEN.finditer(pattern, begin.end()):
+        if _OPENING.fullmatch(match[0]):
+            opened.append([match.end()])
+        elif match[0] == "|":
+            opened[-1] += match.span()
+        elif match[0] == ")":
+            bounds = [*opened.pop(), match.start()]
+            is_needed = not pattern[: bounds[0]].endswith("!") and pattern[match.end() :][:1] not in tuple(
+                "*+?{"
+            )
+            groups.append((bounds, is_needed and all(i < j for i, j in _pair(bounds))))
+    groups.append(([*opened.pop(), len(pattern)], True))
+    found: list[Alternative] = []
+    for bounds, _ in groups:
+        for start, end in _pair(bounds) if len(bounds) > 2 else ():
+            around = [(each, is_needed) for each, is_needed in groups if each[0] <= start and end <= each[-1]]
+            before, after, i, j = "", "", 0, len(pattern)
+            for each, _ in reversed(around):
+                before, after = before + pattern[i : each[0]], pattern[each[-1] : j] + after
+                i, j = next((i, j) for i, j in _pair(each) if i <= start and end <= j)
+            if all(is_needed for _, is_needed in around):
+                found.append(Alternative(start, end, before, after))
+    return found
+
+
+def _pair(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the end of each alternative of a group."""
+    return zip(bounds[::2], bounds[1::2], strict=True)
 
 
 def _has_repeat_or_alternative(group: str) -> bool:

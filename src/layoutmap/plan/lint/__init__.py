@@ -1,6 +1,6 @@
 """Find layouts that are valid but probably not intended, each with its evidence and a fix.
 
-    "sum over the batch dim" a summed axis of a kernel is sharded over the dim of the batch
+    "sum over the batch dim" a summed axis of a kernel, or a table, is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
     "replicated partner"     a kernel is replicated, and the kernel before or after it is sharded along the common axis;
                              or a bias without a rule is replicated, and its kernel's outputs and other biases are not
@@ -104,16 +104,12 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
         PlanError: The mesh lacks `batch_dim`.
     """
     check_dims_in_mesh("lint: batch_dim", batch_dim, plan.mesh, "batches are sharded over it", PlanError)
-    linted, is_known = make_linted_plan(plan, batch_dim)
+    # Findings must not contradict the corrections of mistyped rules, so check the layouts with these.
+    linted, is_known = make_linted_plan(plan.apply_corrections(), batch_dim)
     findings = [finding for check in checks.CHECKS for finding in check(linted)]
-    reported = {id(a) for finding in findings for a, _ in finding.changes}
-    findings += checks.find_replicated_neighbor_kernels(linted, reported)
-    reported |= {id(a) for finding in findings for a, _ in finding.changes}
-    findings += checks.find_layout_contradictions(linted, reported)
-    findings += checks.find_replicated_biases(
-        linted, reported | {id(a) for f in findings for a, _ in f.changes}
-    )
-    found = [*add_rule_changes_to_fixes(findings, plan)]
+    for check in checks.LATER_CHECKS:
+        findings += check(linted, {id(a): layout for f in findings for a, layout in f.changes})
+    found = [*add_rule_changes_to_fixes(findings, linted.plan)]
     if plan.cost is not None:
         found += load_cost_package().find_cost_problems(linted)
     return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors), len(linted.unchecked_weights))

@@ -86,7 +86,7 @@ class RuleChangeFormatter:
         deleted = set[int]()
         for (rule, has_no_map, layout), group in groups.items():
             if has_no_map:
-                yield str(layout)
+                yield f"lay it out as {layout}"
             elif rule is None:
                 for pattern in self._patterns.make_patterns(group):
                     yield f'add a rule: layout_map[r"{pattern}"] = {format_specs_as_python(layout)}'

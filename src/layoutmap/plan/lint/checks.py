@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from layoutmap.core.layout import Layout
@@ -53,6 +53,33 @@ def _find_sums_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
             f"add a rule for activations: {make_output_rule_text(linted.plan.layers, w.layer, batch)}, "
             "or shard an output axis",
             _make_swapped_layout(w, axis, w.list_axes("out")[0]),
+        )
+
+
+def find_tables_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
+    """Yield a finding for each embedding table that is sharded over the batch dim, and over no other dim.
+
+    Later layers then sum over the sharded features of its outputs, or gather them.
+    """
+    batch = linted.batch_dim
+    if batch is None or linted.plan.activations or not linted.plan.free_activations:
+        return
+    suggestions = LayoutSuggestions(linted)
+    for w in linted.weights:
+        dims = {dim for axis in range(len(w.shape)) for dim in w.list_dims(axis)}
+        if not w.list_axes("rows") or not dims or dims - {*linted.batch_dims}:
+            continue
+        axis = next(axis for axis in range(len(w.shape)) if w.list_dims(axis))
+        yield _make_weight_finding(
+            "sum over the batch dim",
+            w,
+            f"axis {axis} of this table is sharded over {format_batch_dim(batch)}, and so is the batch",
+            {},
+            "a device needs the whole outputs for its rows, but has a part of the table: each step gathers or sums "
+            "outputs in this layer or in later ones, and no rule says where",
+            f"add a rule for activations: {make_output_rule_text(linted.plan.layers, w.layer, batch)}, "
+            "or do not shard it over that dim",
+            suggestions.suggest_table_layout(w),
         )
 
 
@@ -123,7 +150,8 @@ def _find_unsharded_common_axis(linted: LintedPlan, first: Weight, second: Weigh
         if _has_matching_neighbor_kernel(linted, w, far, over, allow_swapped=is_between_swapped):
             continue
         moved = _make_swapped_layout(w, sharded[0], w.list_axes(near)[0])
-        fits = not moved.find_uneven_axes(w.shape)
+        is_uneven = moved.find_uneven_axes(w.shape)
+        fits = not is_uneven and not w.count_heads(near) % moved.num_shards(w.list_axes(near)[0])
         yield _make_weight_finding(
             "swapped",
             w,
@@ -131,8 +159,10 @@ def _find_unsharded_common_axis(linted: LintedPlan, first: Weight, second: Weigh
             {other.name: f"{other.shape}  {other.layout_text}"},
             "activations between the two, or their gradients, are partial sums: each step adds them over "
             f"{_join_dims(over)}, with an all-reduce, or with a reduce-scatter and an all-gather",
-            "shard the axis that passes between them" + "; its axes seem to be swapped" * fits,
-            moved if fits else None,
+            "shard the axis that passes between them; its axes seem to be swapped"
+            if fits
+            else f"replicate it: the axis that passes between them cannot be split evenly over {_join_dims(over)}",
+            moved if fits else make_sharded_layout(w.layout, sharded[0], ()),
         )
 
 
@@ -209,15 +239,15 @@ def _make_mismatch_finding(
     )
 
 
-def find_replicated_neighbor_kernels(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
+def _find_replicated_neighbor_kernels(linted: LintedPlan, changed: Mapping[int, Layout]) -> Iterator[Finding]:
     """Yield a finding for each replicated kernel that is directly before or after a kernel with a sharded common axis.
 
     Args:
         linted: The plan.
-        reported: Ids of the assignments that other findings change.
+        changed: The layouts that other findings propose, by the id of the assignment.
     """
     suggestions = LayoutSuggestions(linted)
-    seen = set(reported)
+    seen = set(changed)
     for first, second in linted.kernel_pairs:
         for w, role, other, other_role in ((first, "out", second, "in"), (second, "in", first, "out")):
             axis, dims = w.list_axes(role)[0], other.list_dims(other.list_axes(other_role)[0])
@@ -239,31 +269,40 @@ def find_replicated_neighbor_kernels(linted: LintedPlan, reported: Collection[in
             )
 
 
-def find_replicated_biases(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
+def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -> Iterator[Finding]:
     """Yield a finding for each bias that no rule matches, if its kernel's outputs are sharded, and so are other biases.
 
-    A replicated bias costs little, so rules that shard no bias are no mistake.
+    A replicated bias costs little, so with `rest`, rules that shard no bias are no mistake. Without `rest`, each bias
+    needs a rule.
 
     Args:
         linted: The plan.
-        reported: Ids of the assignments that other findings change.
+        changed: The layouts that other findings propose, by the id of the assignment.
     """
-    pairs = [(w, kernel) for w in linted.weights if (kernel := linted.find_kernel_of_bias(w))]
-    layouts = {id(w): make_bias_layout(w, kernel) for w, kernel in pairs}
-    if not any(layouts[id(w)] == w.layout for w, _ in pairs):
-        return
-    for w, kernel in pairs:
-        layout, match = layouts[id(w)], w.assignment.match
+    pairs = [
+        (w, replace(kernel, assignment=replace(a, layout=changed.get(id(a), a.layout))), id(a) in changed)
+        for w in linted.weights
+        if (kernel := linted.find_kernel_of_bias(w))
+        for a in [kernel.assignment]
+    ]
+    layouts = [make_bias_layout(w, kernel) for w, kernel, _ in pairs]
+    has_sharded = any(layout == w.layout for layout, (w, _, _) in zip(layouts, pairs, strict=True))
+    for layout, (w, kernel, is_changed) in zip(layouts, pairs, strict=True):
+        match = w.assignment.match
         dims = {dim for axis in kernel.list_axes("out") for dim in kernel.list_dims(axis)}
         is_expected = layout is None or not w.layout.is_fully_replicated() or dims & {*linted.batch_dims}
-        if is_expected or not match or not match.has_rest_layout or id(kernel.assignment) in reported:
+        if is_expected or id(w.assignment) in changed or not match or match.rule or match.has_existing_layout:
             continue
+        if match.has_rest_layout and not has_sharded:
+            continue
+        others = "; other biases are sharded as their kernels are" * has_sharded
         yield _make_weight_finding(
             "replicated partner",
             w,
-            f"it is replicated, and the outputs of {kernel.name} are sharded over {_join_dims(sorted(dims))}",
-            {kernel.name: f"{kernel.shape}  {kernel.layout_text}"},
-            "each device holds all of it, and adds only its part; other biases are sharded as their kernels are",
+            f"it is replicated, and the outputs of {kernel.name} are {'to be ' * is_changed}sharded over "
+            f"{_join_dims(sorted(dims))}",
+            {kernel.name: f"{kernel.shape}  {kernel.layout if is_changed else kernel.layout_text}"},
+            f"each device holds all of it, and adds only its part{others}",
             "shard it as its kernel's outputs are",
             layout,
         )
@@ -421,12 +460,12 @@ def _find_sums_of_logits(linted: LintedPlan) -> Iterator[Finding]:
             )
 
 
-def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) -> Iterator[Finding]:
+def _find_layout_contradictions(linted: LintedPlan, changed: Mapping[int, Layout]) -> Iterator[Finding]:
     """Yield a finding for each bias or derived variable that is sharded differently from its kernel or parent.
 
     Args:
         linted: The plan.
-        reported: Ids of the assignments that other findings change.
+        changed: The layouts that other findings propose, by the id of the assignment.
     """
     suggestions = LayoutSuggestions(linted)
     for w in linted.weights:
@@ -438,7 +477,7 @@ def find_layout_contradictions(linted: LintedPlan, reported: Collection[int]) ->
             # A replicated bias costs little memory and no communication, so it is no finding.
             if not w.list_dims(axis) or w.list_dims(axis) == kernel.list_dims(axes[w.use.roles[axis]]):
                 continue
-            if not {id(w.assignment), id(kernel.assignment)} & {*reported}:
+            if not {id(w.assignment), id(kernel.assignment)} & changed.keys():
                 layout = suggestions.suggest_kernel_layout_from_bias(kernel, w, axes[w.use.roles[axis]])
                 if layout is None:
                     follows = make_bias_layout(w, kernel)
@@ -521,7 +560,8 @@ def _find_unused_dims(linted: LintedPlan) -> Iterator[Finding]:
 
 def _find_unused_rules(linted: LintedPlan) -> Iterator[Finding]:
     """Return the plan's problems of unused and shadowed rules as findings."""
-    return (Finding(problem) for problem in linted.plan.problems if problem.kind in RULE_KINDS)
+    rule_problems = (p for p in linted.plan.problems if p.kind in RULE_KINDS and p.severity != "note")
+    return (Finding(problem) for problem in rule_problems)
 
 
 def _find_large_unsharded_arrays(linted: LintedPlan) -> Iterator[Finding]:
@@ -540,9 +580,13 @@ def _find_large_unsharded_arrays(linted: LintedPlan) -> Iterator[Finding]:
             )
 
 
+LATER_CHECKS = (_find_replicated_neighbor_kernels, _find_layout_contradictions, _find_replicated_biases)
+"""The checks that also get the changes of the findings before them."""
+
 CHECKS = (
     _find_unused_rules,
     _find_sums_over_batch_dim,
+    find_tables_over_batch_dim,
     _find_swapped_axes,
     _find_attention_mismatches,
     _find_split_heads,

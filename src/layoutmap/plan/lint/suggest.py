@@ -177,6 +177,13 @@ class LayoutSuggestions:
                     return make_sharded_layout(a.layout, axis, (dim.name,))
         return None
 
+    def suggest_table_layout(self, w: Weight) -> Layout:
+        """Return a layout for a table over no dim of the batch. It is replicated if no other dim fits."""
+        whole = Layout.replicated(w.layout.mesh, w.layout.rank)
+        found = self._suggest_first_even_axis_layout(replace(w.assignment, layout=whole), range(whole.rank))
+        dims = found and {dim for axis in range(found.rank) for dim in found.list_mesh_dims(axis)}
+        return whole if found is None or (dims and dims & {*self._linted.batch_dims}) else found
+
     def _remove_batch_dims(self, dims: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dim for dim in dims if dim not in self._linted.batch_dims)
 

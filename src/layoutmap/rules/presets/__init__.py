@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from layoutmap.core.errors import RuleError
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
@@ -112,6 +113,13 @@ def read_preset(
         if fsdp_dim
         else {},
     )
+
+
+@lru_cache(1)
+def list_patterns() -> frozenset[str]:
+    """Return the patterns of the rules of all presets, for variables and for activations."""
+    files = [parse_rules_file(_read_preset_file(name)) for name in list_presets()]
+    return frozenset(pattern for each in files for pattern in (*each.rules, *each.activations))
 
 
 def _read_preset_file(name: str) -> str:
