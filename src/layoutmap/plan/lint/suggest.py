@@ -180,7 +180,7 @@ class LayoutSuggestions:
     def suggest_table_layout(self, w: Weight) -> Layout:
         """Return a layout for a table over no dim of the batch. It is replicated if no other dim fits."""
         whole = Layout.replicated(w.layout.mesh, w.layout.rank)
-        found = self._suggest_first_even_axis_layout(replace(w.assignment, layout=whole), range(whole.rank))
+        found = self._suggest_first_even_axis_layout(replace(w.assignment, layout=whole), w)
         dims = found and {dim for axis in range(found.rank) for dim in found.list_mesh_dims(axis)}
         return whole if found is None or (dims and dims & {*self._linted.batch_dims}) else found
 
