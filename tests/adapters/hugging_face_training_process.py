@@ -233,6 +233,7 @@ def train_by_lightning(folder, make=make_llama, optimizer="adamw"):
 CASES = {
     "lightning": lambda folder, _: train_by_lightning(folder),
     "lightning lora": lambda folder, _: train_by_lightning(folder, make_lora),
+    "lightning lora sgd": lambda folder, _: train_by_lightning(folder, make_lora, "sgd"),
     "lightning sgd": lambda folder, _: train_by_lightning(folder, optimizer="sgd"),
     "adamw": lambda folder, _: train_by_trainer(folder, **activation_checkpoints(use_reentrant=False)),
     "sgd": lambda folder, _: train_by_trainer(
@@ -246,9 +247,11 @@ CASES = {
     "loop": lambda folder, _: train_by_accelerate(folder),
     "loop sgd": lambda folder, _: train_by_accelerate(folder, optimizer="sgd"),
     "loop lora": lambda folder, _: train_by_accelerate(folder, make=make_lora),
+    "loop lora sgd": lambda folder, _: train_by_accelerate(folder, optimizer="sgd", make=make_lora),
     "sft": lambda folder, _: train_by_sft_trainer(folder),
     "sft sgd": lambda folder, _: train_by_sft_trainer(folder, optim="sgd"),
     "sft lora": lambda folder, _: train_by_sft_trainer(folder, lora=True),
+    "sft lora sgd": lambda folder, _: train_by_sft_trainer(folder, lora=True, optim="sgd"),
     "own rows": lambda folder, _: train_by_trainer(folder, rows="own"),
     "own rows sgd": lambda folder, _: train_by_trainer(folder, Net, optim="sgd", rows="own"),
     "own rows loop": lambda folder, _: train_by_accelerate(folder, rows="own"),
