@@ -25,7 +25,8 @@ import layoutmap as lm
 WORKER = Path(__file__).with_name("hugging_face_process.py")
 TRAINED = ("adamw", "loop")
 TRAINED_LONG = {
-    "Trainer": ("sgd", "bf16", "lora", "lora sgd", "module"),
+    "Trainer": ("sgd", "bf16", "module"),
+    "LoRA": ("lora", "lora sgd"),
     "accelerate": ("loop sgd", "loop lora", "loop lora sgd"),
     "Lightning": ("lightning", "lightning sgd", "lightning lora", "lightning lora sgd"),
     # Either mode after the other in one process.
