@@ -32,7 +32,7 @@ TRAINED_LONG = {
     # Either mode after the other in one process.
     "own rows": ("own rows", "own rows loop", "own rows sgd", "loop sgd"),
 }
-SFT = ("sft", "sft sgd", "sft lora", "sft lora sgd")
+SFT = {"all weights": ("sft", "sft sgd"), "LoRA": ("sft lora", "sft lora sgd")}
 LAUNCHED = ("loop", "adamw", "sgd", "own rows loop")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -378,10 +378,11 @@ def test_four_processes_export_what_transformers_reads(tmp_path):
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed, see: pip install trl")
 @pytest.mark.parametrize("size", [2, 4])
-def test_sft_trainer_in_several_processes(tmp_path, trained_alone, size):
+@pytest.mark.parametrize("cases", SFT.values(), ids=SFT)
+def test_sft_trainer_in_several_processes(tmp_path, trained_alone, size, cases):
     """SFTTrainer computes its loss outside of the model, from rows of unequal lengths."""
-    assert_well(in_processes(size, ("trained", tmp_path, "", *SFT)), "trained")
-    assert_trained_as_one_process(trained_alone(SFT), tmp_path, SFT)
+    assert_well(in_processes(size, ("trained", tmp_path, "", *cases)), "trained")
+    assert_trained_as_one_process(trained_alone(cases), tmp_path, cases)
 
 
 @pytest.mark.long
