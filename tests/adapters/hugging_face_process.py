@@ -86,6 +86,7 @@ def use_tools(folder):
 
 WORK = {
     "tools": use_tools,
+    "exported": save_pretrained_process.export,
     "saved": save_pretrained_process.main,
     "killed": save_pretrained_process.die_in_a_save,
     "trained": hugging_face_training_process.main,

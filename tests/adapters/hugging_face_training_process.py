@@ -142,7 +142,7 @@ def activation_checkpoints(**options):
 
 def make_optimizer(weights, name):
     if name == "sgd":
-        return torch.optim.SGD(weights, lr=1e-2)
+        return torch.optim.SGD(weights, lr=0.1)
     return torch.optim.AdamW(weights, lr=1e-2, eps=1e-3)
 
 
@@ -183,10 +183,10 @@ def train_by_accelerate(folder, rows="global", optimizer="adamw", make=Net):
 
 
 def add_lora(model):
+    """Add large factors that do not begin as zeros, since SGD hardly trains others."""
     torch.manual_seed(1)
-    return peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    )
+    chosen = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "lora_alpha": 256}
+    return peft.get_peft_model(model, peft.LoraConfig(**chosen, init_lora_weights=False))
 
 
 def make_lora():
@@ -233,6 +233,7 @@ def train_by_lightning(folder, make=make_llama, optimizer="adamw"):
 CASES = {
     "lightning": lambda folder, _: train_by_lightning(folder),
     "lightning lora": lambda folder, _: train_by_lightning(folder, make_lora),
+    "lightning lora sgd": lambda folder, _: train_by_lightning(folder, make_lora, "sgd"),
     "lightning sgd": lambda folder, _: train_by_lightning(folder, optimizer="sgd"),
     "adamw": lambda folder, _: train_by_trainer(folder, **activation_checkpoints(use_reentrant=False)),
     "sgd": lambda folder, _: train_by_trainer(
@@ -240,15 +241,17 @@ CASES = {
     ),
     "bf16": lambda folder, _: train_by_trainer(folder, bf16=True),
     "lora": lambda folder, _: train_by_trainer(folder, lora=True),
-    "lora sgd": lambda folder, _: train_by_trainer(folder, lora=True, optim="sgd"),
+    "lora sgd": lambda folder, _: train_by_trainer(folder, lora=True, optim="sgd", learning_rate=0.1),
     "module": lambda folder, _: train_by_trainer(folder, Net),
     "resumed": lambda folder, resume: train_by_trainer(folder, resume=resume),
     "loop": lambda folder, _: train_by_accelerate(folder),
     "loop sgd": lambda folder, _: train_by_accelerate(folder, optimizer="sgd"),
     "loop lora": lambda folder, _: train_by_accelerate(folder, make=make_lora),
+    "loop lora sgd": lambda folder, _: train_by_accelerate(folder, optimizer="sgd", make=make_lora),
     "sft": lambda folder, _: train_by_sft_trainer(folder),
     "sft sgd": lambda folder, _: train_by_sft_trainer(folder, optim="sgd"),
     "sft lora": lambda folder, _: train_by_sft_trainer(folder, lora=True),
+    "sft lora sgd": lambda folder, _: train_by_sft_trainer(folder, lora=True, optim="sgd", learning_rate=0.1),
     "own rows": lambda folder, _: train_by_trainer(folder, rows="own"),
     "own rows sgd": lambda folder, _: train_by_trainer(folder, Net, optim="sgd", rows="own"),
     "own rows loop": lambda folder, _: train_by_accelerate(folder, rows="own"),

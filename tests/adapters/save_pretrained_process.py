@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from hugging_face_models import make_llama, make_map, tied
-from safetensors.torch import load_file
 
 import layoutmap as lm
 from layoutmap.core.errors import CheckpointError
@@ -68,14 +67,7 @@ def main(folder):
     dist.barrier()
     assert_saved(folder / "experts", mixture)
 
-    lm.export(model, folder / "exported")
-    exported = load_file(folder / "exported" / "model.safetensors")
-    for name, tensor in make_llama().state_dict().items():
-        assert torch.equal(tensor, exported[name]), name
-    with pytest.raises(
-        CheckpointError, match="the folder exists already" if first else "the first process could not"
-    ):
-        lm.export(model, folder / "exported")
+    export(folder)
 
     # A process that cannot write: it is an error in both, and what was there is as it was.
     before, write = listed(folder / "several"), os.pwrite
@@ -97,6 +89,22 @@ def main(folder):
     with pytest.raises(CheckpointError, match=r"is a file|cannot save"):
         model.save_pretrained(folder / "several" / "config.json")
     assert isinstance(lm.dtensor.fetch_layout(model.lm_head.weight), lm.Layout)
+
+
+def export(folder):
+    """Export models of which each process has a part."""
+    first = dist.get_rank() == 0
+    for name, make in (("exported", make_llama), ("exported tied", make_tied)):
+        model = make_map(f"model={dist.get_world_size()}").build(make, library="torch")
+        lm.export(model, folder / name)
+        if first:
+            model.config.save_pretrained(folder / name)
+        dist.barrier()
+        assert_saved(folder / name, make)
+    with pytest.raises(
+        CheckpointError, match="the folder exists already" if first else "the first process could not"
+    ):
+        lm.export(model, folder / name)
 
 
 def die_in_a_save(folder):

@@ -1,5 +1,6 @@
 """Tools of Hugging Face with a laid out model: they train it as they train a plain one, and save all of it."""
 
+import functools
 import io
 import json
 import pickle
@@ -23,10 +24,15 @@ import layoutmap as lm
 
 WORKER = Path(__file__).with_name("hugging_face_process.py")
 TRAINED = ("adamw", "loop")
-TRAINED_LONG = ("sgd", "bf16", "lora", "lora sgd", "loop sgd", "loop lora", "module", "resumed")
-TRAINED_LONG += ("lightning", "lightning sgd", "lightning lora")
-SFT = ("sft", "sft sgd", "sft lora")
-OWN_ROWS = ("own rows", "own rows loop", "own rows sgd")
+TRAINED_LONG = {
+    "Trainer": ("sgd", "bf16", "module"),
+    "LoRA": ("lora", "lora sgd"),
+    "accelerate": ("loop sgd", "loop lora", "loop lora sgd"),
+    "Lightning": ("lightning", "lightning sgd", "lightning lora", "lightning lora sgd"),
+    # Either mode after the other in one process.
+    "own rows": ("own rows", "own rows loop", "own rows sgd", "loop sgd"),
+}
+SFT = {"all weights": ("sft", "sft sgd"), "LoRA": ("sft lora", "sft lora sgd")}
 LAUNCHED = ("loop", "adamw", "sgd", "own rows loop")
 # PEFT asks transformers for a name that it has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -301,78 +307,96 @@ def test_two_processes(two, work):
     assert_well(two[1], work)
 
 
-def assert_trained_as_one_process(folder, size, cases):
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory):
+    """Train cases in one process, once for all tests, and return a folder with what came of it in the folder `1`."""
+
+    @functools.cache
+    def train_alone(cases):
+        folder = tmp_path_factory.mktemp("trained")
+        (folder / "1").mkdir()
+        assert_well(in_processes(1, ("trained", folder / "1", "", *cases)), "trained")
+        return folder
+
+    return train_alone
+
+
+def assert_trained_as_one_process(folder, other, cases):
     """Trainer and accelerate in several processes give the losses and weights, and their files, of one."""
     for case in cases:
         atol = 2e-2 if case == "bf16" else 1e-5
-        found = [json.loads((folder / each / f"{case}.json").read_text()) for each in ("1", str(size))]
+        found = [json.loads((each / f"{case}.json").read_text()) for each in (folder / "1", other)]
         assert pytest.approx(found[0], abs=atol) == found[1], case
-        weights = [torch.load(folder / each / f"{case}.pt") for each in ("1", str(size))]
+        weights = [torch.load(each / f"{case}.pt") for each in (folder / "1", other)]
         for name, weight in weights[0].items():
             torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=atol, msg=f"{case}: {name}")
         files = [
-            {file.name for file in (folder / each / case).rglob("*") if file.is_file()}
-            for each in ("1", str(size))
+            {file.name for file in (each / case).rglob("*") if file.is_file()}
+            for each in (folder / "1", other)
         ]
         assert files[0] == {each for each in files[1] if not re.match(r"random_states_[1-9]", each)}
 
 
-def test_trainer_and_accelerate_in_two_processes(two):
+def test_trainer_and_accelerate_in_two_processes(two, trained_alone):
     """They train a sharded model as one process trains the unsharded one."""
     folder, ended = two
     assert_well(ended, "trained")
-    (folder / "1").mkdir()
-    assert_well(in_processes(1, ("trained", folder / "1", "", *TRAINED)), "trained")
-    assert_trained_as_one_process(folder, 2, TRAINED)
+    assert_trained_as_one_process(trained_alone(TRAINED), folder / "2", TRAINED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
-def test_any_trainer_in_several_processes(tmp_path, size):
-    """Also with mixed precision, LoRA, modules of a program, and from a checkpoint of one process."""
-    resume = tmp_path / "1" / "resumed" / "checkpoint-3"
-    for each in (1, size):
-        (tmp_path / str(each)).mkdir()
-        if each == 1:
-            assert_well(in_processes(1, ("trained", tmp_path / "1", "", "resumed")), "trained")
-        work = (
-            "trained",
-            tmp_path / str(each),
-            resume,
-            *OWN_ROWS,
-            *TRAINED_LONG,
-        )  # either mode after the other
-        assert_well(in_processes(each, work), "trained")
-    assert_trained_as_one_process(tmp_path, size, (*TRAINED_LONG, *OWN_ROWS))
+@pytest.mark.parametrize("cases", TRAINED_LONG.values(), ids=TRAINED_LONG)
+def test_any_trainer_in_several_processes(tmp_path, trained_alone, size, cases):
+    """Also with mixed precision, LoRA, and modules of a program."""
+    assert_well(in_processes(size, ("trained", tmp_path, "", *cases)), "trained")
+    assert_trained_as_one_process(trained_alone(cases), tmp_path, cases)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
+def test_another_number_of_processes_continues(tmp_path, trained_alone, before, after):
+    """From a checkpoint in the middle, Trainer ends with the losses and weights of one process that never stopped."""
+    saved, continued = (tmp_path / each for each in ("saved", "continued"))
+    for folder, size, checkpoint in (
+        (saved, before, ""),
+        (continued, after, saved / "resumed" / "checkpoint-3"),
+    ):
+        folder.mkdir()
+        assert_well(in_processes(size, ("trained", folder, checkpoint, "resumed")), "trained")
+        assert_trained_as_one_process(trained_alone(("resumed",)), folder, ["resumed"])
+    assert not (continued / "resumed" / "checkpoint-3").exists()
+
+
+@pytest.mark.long
+def test_four_processes_export_what_transformers_reads(tmp_path):
+    """As two do, see `save_pretrained_process.py`."""
+    assert_well(in_processes(4, ("exported", tmp_path)), "exported")
 
 
 # `make test-all` installs trl, and `make test` does not, since it takes 280 MB with pyarrow and pandas.
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed, see: pip install trl")
 @pytest.mark.parametrize("size", [2, 4])
-def test_sft_trainer_in_several_processes(tmp_path, size):
+@pytest.mark.parametrize("cases", SFT.values(), ids=SFT)
+def test_sft_trainer_in_several_processes(tmp_path, trained_alone, size, cases):
     """SFTTrainer computes its loss outside of the model, from rows of unequal lengths."""
-    for each in (1, size):
-        (tmp_path / str(each)).mkdir()
-        assert_well(in_processes(each, ("trained", tmp_path / str(each), "", *SFT)), "trained")
-    assert_trained_as_one_process(tmp_path, size, SFT)
+    assert_well(in_processes(size, ("trained", tmp_path, "", *cases)), "trained")
+    assert_trained_as_one_process(trained_alone(cases), tmp_path, cases)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
-def test_accelerate_launch(tmp_path, size):
+def test_accelerate_launch(tmp_path, trained_alone, size):
     """Processes that accelerate starts train as one process does, like those of torchrun."""
-    for each in (1, size):
-        (tmp_path / str(each)).mkdir()
-    assert_well(in_processes(1, ("trained", tmp_path / "1", "", *LAUNCHED)), "trained")
     (port,) = several_processes.free_ports(1)
     options = ["--multi_gpu", f"--num_processes={size}", "--num_machines=1"]
     options += ["--mixed_precision=no", "--dynamo_backend=no"]
     options += [f"--main_process_port={port}", str(WORKER)]
-    work = json.dumps([("trained", str(tmp_path / str(size)), "", *LAUNCHED)])
+    work = json.dumps([("trained", str(tmp_path), "", *LAUNCHED)])
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, work]
     assert_well([subprocess.run(command, capture_output=True, text=True, timeout=500)], "trained")
-    assert_trained_as_one_process(tmp_path, size, LAUNCHED)
+    assert_trained_as_one_process(trained_alone(LAUNCHED), tmp_path, LAUNCHED)
 
 
 def assert_well(ended, work):
