@@ -198,7 +198,7 @@ def test_the_page_loads_nothing_and_tells_the_plan(browser, show):
     assert f"{len(PLAN)} variables on stage=2, batch=2, model=4" == text(browser, "h1")
     found = [p for p in PLAN.lint() if p not in PLAN.problems]
     notes = sum(p.severity == "note" for p in PLAN.problems)
-    counts = f"{len(PLAN.errors)} error, {len(PLAN.warnings)} warnings, {notes} note, {len(found)} finding"
+    counts = f"{len(PLAN.errors)} error, {len(PLAN.warnings)} warnings, {notes} note, {len(found)} findings"
     assert f"Problems {counts} of lint" == text(browser, "#problems-heading")
     assert "Each of the 16 devices holds " in text(browser, "#memory")
     assert "1 variable that does not fit its layout is not counted" in text(browser, "#memory")

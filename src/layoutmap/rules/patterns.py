@@ -126,22 +126,22 @@ def list_alternatives(pattern: str) -> list[Alternative]:
             is_needed = not pattern[: bounds[0]].endswith("!") and pattern[match.end() :][:1] not in tuple(
                 "*+?{"
             )
-            groups.append((bounds, is_needed and all(i < j for i, j in _iterate_alternatives(bounds))))
+            groups.append((bounds, is_needed and all(i < j for i, j in _iterate_spans(bounds))))
     groups.append(([*opened.pop(), len(pattern)], True))
     found: list[Alternative] = []
     for bounds, _ in groups:
-        for start, end in _iterate_alternatives(bounds) if len(bounds) > 2 else ():
+        for start, end in _iterate_spans(bounds) if len(bounds) > 2 else ():
             around = [(each, is_needed) for each, is_needed in groups if each[0] <= start and end <= each[-1]]
             before, after, i, j = "", "", 0, len(pattern)
             for each, _ in reversed(around):
                 before, after = before + pattern[i : each[0]], pattern[each[-1] : j] + after
-                i, j = next((i, j) for i, j in _iterate_alternatives(each) if i <= start and end <= j)
+                i, j = next((i, j) for i, j in _iterate_spans(each) if i <= start and end <= j)
             if all(is_needed for _, is_needed in around):
                 found.append(Alternative(start, end, before, after))
     return found
 
 
-def _iterate_alternatives(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _iterate_spans(bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the start and the end of each alternative of a group."""
     return zip(bounds[::2], bounds[1::2], strict=True)
 
