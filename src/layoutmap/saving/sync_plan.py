@@ -206,9 +206,7 @@ class SyncEndpoint:
     def format_layout(self, array: Array) -> str:
         """Return an array's layout and mesh as text, or where it is stored if it has no layout."""
         placement = self.engine.find_placement(array)
-        if isinstance(placement, Layout):
-            return _format_layout_and_mesh(placement, placement.host_memory)
-        return placement.what
+        return f"{placement} on {placement.mesh}" if isinstance(placement, Layout) else placement.what
 
     def find_device_blocks(self, stored: StoredVariable) -> DeviceBlocks:
         """Return a dict from device name to the stored block of a variable. It is empty if no devices are known.
@@ -222,12 +220,6 @@ class SyncEndpoint:
         return _find_blocks_by_device(
             self.engine.bind_mesh(placement.mesh).devices or (), placement, stored.variable.shape
         )
-
-
-# Layouts that differ only in memory compare equal, so the memory is an argument, too.
-@functools.lru_cache(1024)
-def _format_layout_and_mesh(layout: Layout, host_memory: str) -> str:
-    return f"{layout} on {layout.mesh}"
 
 
 @functools.lru_cache(1024)

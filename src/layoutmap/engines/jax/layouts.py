@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import weakref
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from layoutmap.core.errors import MeshError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh, convert_mesh
+from layoutmap.core.specs import UNSHARDED
 from layoutmap.engines.jax.devices import (
     add_devices_to_mesh,
     bind_mesh,
@@ -83,7 +83,11 @@ class ArrayLayoutRegistry:
             return None
         _, made_on = self._mesh_of_array.get(id(array), (None, None))
         mesh = made_on or self.find_or_create_mesh(sharding.mesh)
-        return _make_layout(sharding.spec, array.ndim, mesh, find_memory_kind(array) or None)
+        specs = (
+            UNSHARDED if spec is None else spec
+            for spec in _cut_or_pad_spec_to_rank(sharding.spec, array.ndim)
+        )
+        return Layout.from_valid_specs(specs, mesh, find_memory_kind(array) or None)
 
     def find_placement(self, array: Any, meshes: Sequence[Mesh]) -> Layout | PlacementWithoutLayout:
         """Return the layout of an array, or a description of its placement if no layout expresses it."""
@@ -129,11 +133,6 @@ class ArrayLayoutRegistry:
             forget = weakref.ref(array, lambda _: self._mesh_of_array.pop(key, None))
             self._mesh_of_array[key] = forget, layout.mesh
         return array
-
-
-@functools.lru_cache(1024)
-def _make_layout(spec: PartitionSpec, rank: int, mesh: Mesh, memory: str | None) -> Layout:
-    return Layout(_cut_or_pad_spec_to_rank(spec, rank), mesh, memory=memory)
 
 
 def _cut_or_pad_spec_to_rank(spec: PartitionSpec, rank: int) -> list[str | tuple[str, ...] | None]:
