@@ -74,3 +74,35 @@ def test_a_model_without_weights_needs_inputs():
     with pytest.raises(lm.PlanError, match=r"suggest: Sequential: 3 layers have no weights yet"):
         lm.suggest(make_lazily, MESH)
     assert 3 == len(lm.suggest(make_lazily, MESH, inputs=keras.KerasTensor((8, 16))))
+
+
+class Scale(keras.layers.Layer):
+    """A layer that creates its weight at once, as rotary embeddings of keras-hub do."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = self.add_weight(shape=(64,))
+
+    def build(self, shape):
+        super().build(shape)
+
+    def call(self, inputs):
+        return inputs * self.factor
+
+
+class UnusedScale(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.scale = keras.layers.Dense(64), Scale()
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def test_a_layer_with_weights_need_not_be_called():
+    """A layer that has its weights lacks none, though no call reaches it."""
+    suggested = lm.suggest(lambda: keras.Sequential([keras.Input((64,)), UnusedScale()]), MESH)
+    assert len(suggested)

@@ -34,29 +34,32 @@ def create_missing_variables(model: Any, inputs: object) -> None:
             model, keras.tree.map_structure(functools.partial(_make_symbolic_input, inputs), inputs)
         )
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or optimizer.built or not model.built:
-        return
-    if not list_layers_to_build(model._flatten_layers()):
+    if optimizer is not None and not optimizer.built and _has_all_weights(model):
         optimizer.build(model.trainable_variables)
 
 
 def list_layers_to_build(layers: Iterable[Any]) -> list[Any]:
-    """Return the layers that have no weights yet, because they create them in their first call.
+    """Return the layers that have no weights yet, because they create them in their first call."""
+    return [
+        layer
+        for layer in layers
+        if not getattr(layer, "built", True)
+        and not is_default(layer.build)
+        and not (isinstance(layer, keras.layers.Layer) and layer.weights)
+    ]
 
-    A layer that the call of a layer around it did not reach is unused, and not among them.
-    """
-    layers = list(layers)
-    found = [each for each in layers if not getattr(each, "built", True) and not is_default(each.build)]
-    if not found:
-        return []
+
+def _has_all_weights(model: keras.Model) -> bool:
+    """Return whether a model was called, or all of its layers are built. A layer that no call reaches is unused."""
+    layers = list(model._flatten_layers())
     unused = {
         id(inner)
         for layer in layers
-        if isinstance(layer, keras.layers.Layer) and layer.built and layer._called
+        if layer.built and layer._called
         for inner in layer._flatten_layers(include_self=False)
         if not inner._called
     }
-    return [layer for layer in found if id(layer) not in unused]
+    return model.built and all(id(layer) in unused for layer in list_layers_to_build(layers))
 
 
 def _call_with_symbolic_inputs(model: keras.Model, symbolic_inputs: object) -> None:
