@@ -69,6 +69,7 @@ STATE = {
     "engines.jax.meshless._get_unspecified_sharding": "JAX's word for a sharding that is not given",
     "adapters.jax.step_programs._MAY_TRACE": "whether a program may be traced, in this context",
     "engines.jax.shardy.check_shardy_passes": "whether jaxlib has Shardy's passes, asked once",
+    "rules.presets.list_patterns": "the patterns of all presets, read once",
     "rules.zoo.list_models": "the list of published models, read once",
     "cost.machines.load_built_in_devices": "the devices of machines.yaml, read once",
 }
