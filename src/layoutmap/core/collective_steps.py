@@ -9,9 +9,10 @@ from itertools import chain, combinations, islice, product
 from typing import Any
 
 from layoutmap.core.blocks import Ends
+from layoutmap.core.mesh_dims import list_prime_factors
 
 Coordinates = tuple[int | None, ...]
-"""Position of a block along each factor of an array's shape; `None`: the block contains the whole factor."""
+"""Position of a block along each factor of an array's shape. `None` stands for the whole factor."""
 
 _MAX_TRIED = 64
 """The largest number of sets of exchanged factors to try. Their number grows exponentially with the mesh dims."""
@@ -146,7 +147,7 @@ def _factor_axis(
     few, many = sorted(counts)
     if many % few:
         return None
-    factors = [*_find_prime_factors(few), *_find_prime_factors(many // few)]
+    factors = [*list_prime_factors(few), *list_prime_factors(many // few)]
 
     def compute_coordinates(start: int, count: int) -> Coordinates:
         """Return the coordinates of the block at `start` of `count` equal blocks."""
@@ -162,16 +163,6 @@ def _factor_axis(
         [compute_coordinates(start, counts[0]) for start, _ in stored],
         [compute_coordinates(start, counts[1]) for start, _ in wanted],
     )
-
-
-def _find_prime_factors(number: int) -> list[int]:
-    factors, factor = list[int](), 2
-    while number > 1:
-        while number % factor == 0:
-            factors.append(factor)
-            number //= factor
-        factor += 1
-    return factors
 
 
 def _iterate_exchanged_factors(
@@ -216,8 +207,7 @@ class _StepFinder:
 
     def find_steps(self) -> tuple[CollectiveStep, ...] | None:
         """Return the steps, or None if these factors allow none."""
-        num_factors = range(len(self.lengths))
-        sharded = tuple(n for n in num_factors if self.have[0][n] is not None)
+        sharded = tuple(n for n in range(len(self.lengths)) if self.have[0][n] is not None)
         kept = tuple(n for n in sharded if self.want[0][n] is not None)
         exchanges, gathers = list[tuple[int, ...]](), list[tuple[int, ...]]()
         before_exchange = dict[int, Coordinates]()

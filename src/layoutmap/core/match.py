@@ -69,7 +69,7 @@ class Match:
         others: The other matching rules, which lost, in the order of the map.
         near_misses: Patterns that come close, if no rule matches.
         otherwise: What happens to the path if no rule matches.
-        corrected: A rule with a typo, without it, if it then matches the path and wins.
+        corrected: The correction of a mistyped rule, if the corrected rule matches the path and wins.
     """
 
     path: str

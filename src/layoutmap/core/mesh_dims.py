@@ -220,3 +220,9 @@ def replace_unknown_size(dims: tuple[MeshDimension, ...], num_devices: int) -> t
             fix="change the other sizes, or pass devices=",
         )
     return tuple(replace(dim, size=num_devices // known) if dim.size == -1 else dim for dim in dims)
+
+
+def list_prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a number, with repetitions, the smallest first."""
+    least = next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)
+    return [] if number == 1 else [least, *list_prime_factors(number // least)]

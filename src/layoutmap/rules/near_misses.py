@@ -73,7 +73,7 @@ class NearMissSearch:
         found: list[tuple[float, str]] = []
         for score, skeleton in self._find_similar_skeletons(_make_skeleton(form)):
             # Comparing the numbers of ten candidates takes as long as comparing two skeletons.
-            if not self._can_compare(sum(map(len, self._by_skeleton[skeleton].values())) // 10):
+            if not self._reserve_comparisons(sum(map(len, self._by_skeleton[skeleton].values())) // 10):
                 break
             ranked: list[tuple[int, float, int, str]] = []
             for other, candidates in self._by_skeleton[skeleton].items():
@@ -129,7 +129,7 @@ class NearMissSearch:
         """Return the skeletons of candidates that are similar to a skeleton, each after its score."""
         if wanted_skeleton in self._scores:
             return self._scores[wanted_skeleton]
-        if not self._can_compare(len(self._by_skeleton)):
+        if not self._reserve_comparisons(len(self._by_skeleton)):
             return []
         wanted = wanted_skeleton.split(".")
         matcher = difflib.SequenceMatcher()
@@ -148,7 +148,7 @@ class NearMissSearch:
                 scored.append((score, skeleton))
         return scored
 
-    def _can_compare(self, count: int) -> bool:
+    def _reserve_comparisons(self, count: int) -> bool:
         """Return whether so many comparisons are within the limit, and subtract them from it."""
         if self._left is None or count > self._left:
             return self._left is None

@@ -8,7 +8,7 @@ wrap the steps of a backend.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -39,27 +39,31 @@ def create_missing_variables(model: Any, inputs: object) -> None:
 
 
 def list_layers_to_build(layers: Iterable[Any]) -> list[Any]:
-    """Return the layers that have no weights yet, because they create them in their first call."""
-    return [
-        layer
-        for layer in layers
-        if not getattr(layer, "built", True)
-        and not is_default(layer.build)
-        and not (isinstance(layer, keras.layers.Layer) and layer.weights)
-    ]
+    """Return the layers that have no weights yet, because they create them in their first call.
+
+    A layer that has some weights, and that the call of a layer around it did not reach, is complete.
+    """
+    layers = list(layers)
+    return [layer for layer, is_reached in _iterate_unbuilt_layers(layers) if is_reached or not layer.weights]
 
 
 def _has_all_weights(model: keras.Model) -> bool:
-    """Return whether a model was called, or all of its layers are built. A layer that no call reaches is unused."""
+    """Return whether a model has all weights that it trains. It trains none of layers that no call reaches."""
     layers = list(model._flatten_layers())
+    return model.built and not any(is_reached for _, is_reached in _iterate_unbuilt_layers(layers))
+
+
+def _iterate_unbuilt_layers(layers: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each layer that is not built, and whether its first call can still come in that of a layer around it."""
+    unbuilt = [each for each in layers if not getattr(each, "built", True) and not is_default(each.build)]
+    around = [each for each in layers if isinstance(each, keras.layers.Layer) and each.built and each._called]
     unused = {
         id(inner)
-        for layer in layers
-        if layer.built and layer._called
+        for layer in around * bool(unbuilt)
         for inner in layer._flatten_layers(include_self=False)
         if not inner._called
     }
-    return model.built and all(id(layer) in unused for layer in list_layers_to_build(layers))
+    yield from ((layer, id(layer) not in unused) for layer in unbuilt)
 
 
 def _call_with_symbolic_inputs(model: keras.Model, symbolic_inputs: object) -> None:

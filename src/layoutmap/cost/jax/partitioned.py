@@ -125,9 +125,8 @@ class _BlockParser:
             for one, part in zip(operands, _split_tuple_shape(shape), strict=True):
                 own = _choose_nonempty_origin(one, origin)
                 results.append(self._add_operation(line._replace(shape=part), [one], integers, own, ops))
-                if (
-                    one.producer is not None
-                ):  # all elements have the metadata of one of the combined operations
+                # XLA gives all elements the metadata of one of the operations that it combined.
+                if one.producer is not None:
                     ops[-1].metadata = one.producer.metadata or ops[-1].metadata
             return results
         return self._add_operation(line, operands, integers, origin, ops)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from dataclasses import dataclass
 
 from layoutmap.core.errors import EngineError
+from layoutmap.core.mesh_dims import list_prime_factors
 
 _GPU = """
 gpu_device_info {{
@@ -55,15 +55,9 @@ class CompileTarget:
             ([8, 8, 4], [6, 4])
         """
         sides = [1, 1] if self.chip in ("v5e", "v6e") else [1, 1, 1]
-        for each in sorted(_list_prime_factors(num_devices), reverse=True):
+        for each in sorted(list_prime_factors(num_devices), reverse=True):
             sides[sides.index(min(sides))] *= each
         return sides
-
-
-def _list_prime_factors(number: int) -> list[int]:
-    """Return the prime factors of a number, with repetitions, the smallest first."""
-    least = next((n for n in range(2, math.isqrt(number) + 1) if number % n == 0), number)
-    return [] if number == 1 else [least, *_list_prime_factors(number // least)]
 
 
 def _make_gpu_target(name: str, **figures: float) -> CompileTarget:

@@ -175,6 +175,7 @@ class JaxEngine:
         move = make_array_mover(moves, arrays, templates)
         layouts = [self.get_layout(like) for like in templates]
         for layout in filter(None, layouts):
+            # `record_layout` needs the mesh of each sharding, and a template made by the user is not recorded yet.
             self._layouts.make_sharding(layout)
 
         def move_and_record_layouts(new: Sequence[jax.Array]) -> list[jax.Array]:

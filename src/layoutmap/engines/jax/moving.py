@@ -340,6 +340,7 @@ class _TransferProgram:
                 outs,
             )
             wanted = [each.target.sharding for each in transfers]
+            # JAX compiles arrays of one program only for one order of devices, and not for meshes with explicit axes.
             self._takes_arrays = all(_has_device_order(each, senders) for each in (*shardings, *wanted))
             self._run = _compile_for_arrays(run, shardings, wanted) if self._takes_arrays else jax.jit(run)
             return
@@ -497,7 +498,7 @@ class _TransferProgram:
 
 
 def _run_collective_steps(stacked: jax.Array, found: CollectiveSteps, shape: tuple[int, ...]) -> jax.Array:
-    """Return the shards of stacked arrays, of this shape, after steps. Axis 0 counts the arrays of the stack."""
+    """Return the shards of stacked arrays after steps, reshaped to `shape`. Axis 0 counts the arrays of the stack."""
     device, stack = jax.lax.axis_index(_DIM), len(stacked)
     local = list(found.shape)
     for step in found.steps:
