@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from layoutmap.core.pieces import ArrayMove, find_block_transfers
 from layoutmap.core.text_table import format_bytes, format_html_pre, format_html_table, format_table
 from layoutmap.core.variables import Kind, VariableSpec, get_itemsize
 from layoutmap.engines import Engine, get_engine
-from layoutmap.engines.protocol import Array
+from layoutmap.engines.protocol import Array, PlacementWithoutLayout
 from layoutmap.plan.problems import Problem, merge_problems
 from layoutmap.rules.near_misses import NearMissSearch
 
@@ -34,6 +35,9 @@ _DROPPABLE = ("times", "shape", "dtype")
 _MAX_SHOWN = 3
 DeviceBlocks = Mapping[str, Index]
 """The block of an array that each device stores, by the device's name."""
+
+_PlacedVariable = tuple[str, tuple[int, ...], Layout | PlacementWithoutLayout]
+"""The dtype, shape, and placement of a variable."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ class SyncEndpoint:
         self.adapter = require_capability(get_model_adapter(model), CheckpointAdapter, "plan_sync")
         self.engine: Engine = get_engine(self.adapter.engine_name)
         self.stored = self._list_stored_weights()
-        self._planned = {each.variable.path: self.format_variable(each) for each in self.stored}
+        self._planned = self._find_placements()
 
     def _list_stored_weights(self) -> list[StoredVariable]:
         kinds = (Kind.WEIGHT, Kind.STATE)
@@ -184,29 +188,39 @@ class SyncEndpoint:
         Raises:
             PlanError: A variable was added or removed, or its dtype, shape, or layout differs from the plan.
         """
-        planned = self._planned
         if model is not None:
             self.model = model
         self.stored = self._list_stored_weights()
-        found = {each.variable.path: self.format_variable(each) for each in self.stored}
-        if found != planned:
-            changed = [path for path in {**planned, **found} if planned.get(path) != found.get(path)]
+        found = self._find_placements()
+        changed = dict[str, str]()
+        if found != self._planned:  # formatting takes longer than a small sync, so do it only here
+            for path in self._planned | found:
+                planned, now = (_format_variable(each.get(path)) for each in (self._planned, found))
+                if planned != now:  # equal devices in meshes of other names are no change
+                    changed[path] = f"{planned}, now {now}"
+        if changed:
             raise PlanError(
                 f"the {self.name} has changed since the plan",
-                facts={path: f"{planned.get(path)}, now {found.get(path)}" for path in changed[:_MAX_SHOWN]},
+                facts=dict(itertools.islice(changed.items(), _MAX_SHOWN)),
                 why=f"{format_count(len(changed), 'variable')} differ in shape, dtype, or layout",
                 fix="plan again: sync = layoutmap.plan_sync(trainer, sampler)",
             )
         return {each.variable.path: each.array for each in self.stored}
 
-    def format_variable(self, stored: StoredVariable) -> str:
-        """Return the dtype, shape, and layout of a variable as text."""
-        return f"{stored.variable.dtype}{list(stored.variable.shape)} {self.format_layout(stored.array)}"
+    def _find_placements(self) -> dict[str, _PlacedVariable]:
+        """Return the dtype, shape, and placement of each variable, by path."""
+        return {
+            each.variable.path: (
+                each.variable.dtype,
+                each.variable.shape,
+                self.engine.find_placement(each.array),
+            )
+            for each in self.stored
+        }
 
     def format_layout(self, array: Array) -> str:
         """Return an array's layout and mesh as text, or where it is stored if it has no layout."""
-        placement = self.engine.find_placement(array)
-        return f"{placement} on {placement.mesh}" if isinstance(placement, Layout) else placement.what
+        return _format_placement(self.engine.find_placement(array))
 
     def find_device_blocks(self, stored: StoredVariable) -> DeviceBlocks:
         """Return a dict from device name to the stored block of a variable. It is empty if no devices are known.
@@ -220,6 +234,17 @@ class SyncEndpoint:
         return _find_blocks_by_device(
             self.engine.bind_mesh(placement.mesh).devices or (), placement, stored.variable.shape
         )
+
+
+def _format_variable(variable: _PlacedVariable | None) -> str | None:
+    if variable is None:
+        return None
+    dtype, shape, placement = variable
+    return f"{dtype}{list(shape)} {_format_placement(placement)}"
+
+
+def _format_placement(placement: Layout | PlacementWithoutLayout) -> str:
+    return f"{placement} on {placement.mesh}" if isinstance(placement, Layout) else placement.what
 
 
 @functools.lru_cache(1024)

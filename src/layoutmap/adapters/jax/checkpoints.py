@@ -88,7 +88,8 @@ def restore_arrays(
     state = _get_optimizer_state(model, optimizer, allow_shapes=True)
     module = unwrap_train_state(model)
     tree = sys.modules["flax.nnx"].state(module) if is_nnx_module(module) else None
-    leaves = [(leaf.path, leaf.value) for leaf in unwrap_and_split_model(model).leaves]
+    found = unwrap_and_split_model(model).leaves
+    leaves = [(leaf.path, leaf.value) for leaf in found]
     slots = [(spec.path, leaf) for spec, leaf in _list_slots(model, optimizer, state)]
     likes = {path: _make_array_converter(value) for path, value in leaves + slots}
     holders = dict(
@@ -103,7 +104,9 @@ def restore_arrays(
         likes["optimizer.step"] = _make_array_converter(optimizer.step.get_raw_value())
         holders["optimizer.step"] = optimizer.step
     paths = [path for path, _ in leaves], [path for path, _ in slots]
-    del leaves, slots
+    # The caller has the arrays of a pytree anyway. Those of a module are freed one by one, so do not keep them here.
+    known = found if tree is None else None
+    del leaves, slots, found
     new: dict[str, object] = {}
     for path, array in arrays:
         value = likes[path](array)
@@ -113,7 +116,7 @@ def restore_arrays(
             new[path] = value
         del array, value
     if any(path in new for path in paths[0]):
-        values = [new.get(leaf.path, leaf.value) for leaf in unwrap_and_split_model(model).leaves]
+        values = [new.get(leaf.path, leaf.value) for leaf in known or unwrap_and_split_model(model).leaves]
         model = replace_arrays(model, values)
     state = _replace_arrays_by_path(state, paths[1], new)
     if optimizer is not None:
@@ -248,7 +251,7 @@ def _make_array_converter(existing: Any) -> Callable[[object], object]:
     committed = getattr(existing, "committed", False)
 
     def convert_array(array: object) -> object:
-        converted: Any = array if isinstance(array, PaddedArray) else jnp.asarray(array)
+        converted: Any = array if isinstance(array, (PaddedArray, jax.Array)) else jnp.asarray(array)
         if implementation is not None:
             converted = jax.random.wrap_key_data(converted, impl=implementation)
         if is_weak:  # keep the weak type, so that operations use the other operand's dtype
