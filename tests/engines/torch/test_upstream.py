@@ -1,6 +1,7 @@
 """What DTensors compute wrongly without this package: a test that fails says which correction is no longer needed."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -63,6 +64,13 @@ print(json.dumps(printed))
 def is_right(program):
     """Whether a program prints that DTensor computes what plain tensors do; not if it fails, or does not end."""
     return forked.run(program).stdout == "right: 1.0\n"
+
+
+def test_the_setup_runs_without_corrections():
+    """A program that fails in the lines that all share would look like one of torch's faults."""
+    setup, _, _ = os.path.commonprefix([fault.uncorrected for fault in PROBES.values()]).rpartition("\n")
+    assert "ALONE = True" in setup
+    assert is_right(f'{setup}\nprint("right:", 1.0)\n')
 
 
 @pytest.mark.parametrize("name", PROBES)
