@@ -168,9 +168,11 @@ def test_batches_are_placed(layout_map):
     with pytest.warns(lm.LayoutMapWarning, match="step: mesh dim 'batch' is idle"):
         lm.jit_step(step)(kernel, batch())
     assert [(2, 40), (2, 40), (4, 40)] == seen
-    big = jnp.ones((64, 40))
-    with pytest.warns(lm.LayoutMapWarning, match=r"step: args\[1\] is on one device"):
-        lm.jit_step(step, batch_dim="batch")(kernel, big)
+    for rows in (4, 64):  # a small array may be a mask, unless no argument is a batch
+        with pytest.warns(lm.LayoutMapWarning, match=r"step: args\[1\] is on one device"):
+            lm.jit_step(step, batch_dim="batch")(kernel, jnp.ones((rows, 40)))
+    for x in (batch(), lm.dtensor.relayout(batch(), lm.Layout(["batch", None], layout_map.mesh))):
+        lm.jit_step(lambda kernel, x, mask: x @ kernel + mask, batch_dim="batch")(kernel, x, jnp.ones((4, 8)))
 
 
 def accumulated(params, x):

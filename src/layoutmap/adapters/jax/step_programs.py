@@ -217,6 +217,8 @@ class StepPrograms:
         names, owners = call.list_leaf_names_and_owners()
         mesh, native_mesh = self.find_call_mesh_and_native_mesh(names, call.leaves)
         num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
+        batch_dims = {*list_batch_dims(self._options.batch_dim)}
+        has_batch = bool(num_rows) or any(batch_dims & _list_first_axis_dims(leaf) for leaf in call.leaves)
         by_rule = self._find_shardings_by_rule(call, names, owners, native_mesh)
         off_mesh, to_place, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
         short = dict[int, Shape]()  # logical shapes of batches with uneven shards
@@ -234,7 +236,7 @@ class StepPrograms:
                         and not native_mesh.is_multi_process
                         and _has_random_key_per_row(leaf, num_rows)
                     )
-                    or self._is_batch(call.variant.keys[owners[n]], leaf, names[n], mesh)
+                    or self._is_batch(call.variant.keys[owners[n]], leaf, names[n], mesh, has_batch)
                 )
                 if is_batch and self._needs_batch_padding(mesh, native_mesh, np.shape(leaf), names[n]):
                     short[n] = np.shape(leaf)
@@ -499,13 +501,17 @@ class StepPrograms:
             self._warned.add(path)
             warn_of_large_array_without_rule(self._options.name, path, array, consequence)
 
-    def _is_batch(self, key: ArgumentKey, leaf: Any, name: str, mesh: Mesh) -> bool:
-        """Return whether a leaf without a layout is a batch, and warn if a large array is not."""
+    def _is_batch(self, key: ArgumentKey, leaf: Any, name: str, mesh: Mesh, has_batch: bool) -> bool:
+        """Return whether a leaf without a layout is a batch, and warn if it is not but looks like one.
+
+        A large array does, and any array if `has_batch` is false, so if no other array is sharded over the batch dim.
+        """
         if self._options.batches is not None:
             return key in self._options.batches
         if isinstance(leaf, (np.ndarray, jax.ShapeDtypeStruct)):
             return True
-        if self._options.batch_dim is not None and np.size(leaf) > _MAX_NON_BATCH and mesh.size > 1:
+        looks_like_batch = np.size(leaf) > _MAX_NON_BATCH or (np.ndim(leaf) > 1 and not has_batch)
+        if self._options.batch_dim is not None and looks_like_batch and mesh.size > 1:
             warning = LayoutMapWarning(
                 f"{self._options.name}: {name} is on one device, and is replicated on the mesh",
                 facts={"shape": np.shape(leaf)},
@@ -568,6 +574,12 @@ class StepPrograms:
                 self._options.name, mesh, idle, self._options.batch_dim, "jit_step"
             )
             warnings.warn(warning, stacklevel=find_user_stacklevel())
+
+
+def _list_first_axis_dims(leaf: Any) -> set[str]:
+    """Return the mesh dims over which the first axis of an array is sharded."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+    return {*jax.tree.leaves(tuple(spec[:1]))}
 
 
 def _check_results_have_no_nnx_objects(name: str, out: object) -> None:
