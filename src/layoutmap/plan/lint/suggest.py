@@ -16,7 +16,6 @@ from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
     is_attention_output,
-    iterate_fused_pairs,
     make_sibling_key,
 )
 
@@ -215,16 +214,20 @@ class LayoutSuggestions:
 
     @cached_property
     def previous_kernels(self) -> Mapping[int, Weight]:
-        """A dict from the id of a kernel to the last kernel before it in the block with outputs of its input size."""
+        """A dict from the id of a kernel to the last kernel before it in the block with outputs of its input size.
+
+        A kernel with inputs of the same size can read the same input, as a key kernel after a query kernel, so it is
+        left out.
+        """
         found: dict[int, Weight] = {}
         for block in self._linted.blocks:
             outputs: dict[tuple[int, ...], Weight] = {}
             for w in block:
-                if w.list_axis_sizes("in") in outputs:
-                    found[id(w)] = outputs[w.list_axis_sizes("in")]
+                before = outputs.get(w.list_axis_sizes("in"))
+                if before is not None and before.list_axis_sizes("in") != w.list_axis_sizes("in"):
+                    found[id(w)] = before
                 outputs[w.list_axis_sizes("out")] = w
-            found |= {id(taker): fused for fused, taker in iterate_fused_pairs(block)}
-        return found
+        return found | {id(second): first for first, second in self._linted.kernel_pairs}
 
     @cached_property
     def _row_sharded_kernel_ids(self) -> frozenset[int]:
