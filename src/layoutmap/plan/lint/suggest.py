@@ -5,6 +5,7 @@ The plan's list of replicated variables, the fix for a variable without a rule, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,6 +17,7 @@ from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
     is_attention_output,
+    iterate_list_pairs,
     make_sibling_key,
 )
 
@@ -214,20 +216,9 @@ class LayoutSuggestions:
 
     @cached_property
     def previous_kernels(self) -> Mapping[int, Weight]:
-        """A dict from the id of a kernel to the last kernel before it in the block with outputs of its input size.
-
-        A kernel with inputs of the same size can read the same input, as a key kernel after a query kernel, so it is
-        left out.
-        """
-        found: dict[int, Weight] = {}
-        for block in self._linted.blocks:
-            outputs: dict[tuple[int, ...], Weight] = {}
-            for w in block:
-                before = outputs.get(w.list_axis_sizes("in"))
-                if before is not None and before.list_axis_sizes("in") != w.list_axis_sizes("in"):
-                    found[id(w)] = before
-                outputs[w.list_axis_sizes("out")] = w
-        return found | {id(second): first for first, second in self._linted.kernel_pairs}
+        """A dict from the id of a kernel to the last kernel that computes its input."""
+        chains = (pair for block in self._linted.blocks for pair in iterate_list_pairs(block))
+        return {id(second): first for first, second in itertools.chain(chains, self._linted.kernel_pairs)}
 
     @cached_property
     def _row_sharded_kernel_ids(self) -> frozenset[int]:

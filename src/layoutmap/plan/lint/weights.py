@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -166,6 +166,16 @@ class LintedPlan:
     def kernel_pairs(self) -> list[tuple[Weight, Weight]]:
         """The pairs of kernels in which the second takes the output of the first."""
         return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
+
+    def count_sizes(self, sizes: Sequence[int]) -> int:
+        """Return how many axes of the model's weights have one of these sizes."""
+        return sum(map(self._axis_counts.__getitem__, sizes))
+
+    @cached_property
+    def _axis_counts(self) -> Counter[int]:
+        return Counter(
+            size for a in self.plan.assignments if a.variable.kind is Kind.WEIGHT for size in a.variable.shape
+        )
 
     @cached_property
     def kernels_before(self) -> Mapping[int, Sequence[Weight]]:
@@ -333,7 +343,15 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             yield from _iterate_wide_pairs(sizes, block)
         elif takers and not any(w is takers[0] for w in makers):
             (taker,) = takers
-            yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
+            outer = taker.list_axis_sizes("out")
+            is_unclear = len(ins.get(outer, ())) == len(outs.get(outer, ())) == 1
+            are_siblings = len(makers) > 1 and {w.list_axis_sizes("in") for w in makers} == {outer}
+            for maker in makers:
+                is_first = are_siblings or order[id(maker)] < order[id(taker)]
+                if is_unclear and maker.list_axis_sizes("in") == outer:
+                    is_first = _is_first_of_two(linted, maker, taker, is_first)
+                if is_first:
+                    yield maker, taker
     query = linted.find_attention_kernels(block).get("query")
     takers = [w for w in block if is_attention_output(w)]
     if (
@@ -354,6 +372,32 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             for first in firsts
             if first.list_axis_sizes("in") == first.list_axis_sizes("out")
         )
+
+
+def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight, is_listed_first: bool) -> bool:
+    """Return whether `other` takes the output of `w` and not `w` that of `other`, if their sizes allow both.
+
+    Names decide, then the sizes: the one between the two occurs less often than the width of the model. The order of
+    layers decides last, because some libraries sort layers by their names.
+    """
+    for first, second in ((w, other), (other, w)):
+        if FIRST_KERNEL.fullmatch(first.layer_name) and SECOND_KERNEL.fullmatch(second.layer_name):
+            return first is w
+    inner, outer = (linted.count_sizes(w.list_axis_sizes(role)) for role in ("out", "in"))
+    return is_listed_first if inner == outer else inner < outer
+
+
+def iterate_list_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield each two consecutive kernels of a list of layers, if their sizes show that each takes the one before.
+
+    Equal sizes do not show it, as of the query, key, value, and output layers in one list.
+    """
+    numbered = [w for w in block if w.layer_name.isdigit()]
+    pairs = [*itertools.pairwise(numbered)]
+    if len({w.shape for w in numbered}) > 1 and all(
+        first.list_axis_sizes("out") == second.list_axis_sizes("in") for first, second in pairs
+    ):
+        yield from pairs
 
 
 def _iterate_wide_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
