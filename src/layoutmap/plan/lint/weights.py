@@ -298,14 +298,27 @@ class LintedPlan:
         }
         return {part: each[0] for part, each in found.items()} if _has_one_kernel_per_part(found) else {}
 
+    def find_attention_output(self, block: Sequence[Weight]) -> Weight | None:
+        """Return the output kernel of an attention block by its name, or as the only one beside query, key, and value.
+
+        Return None if no kernel has the name, and the block has several others, or one of other sizes.
+        """
+        parts = self.find_attention_kernels(block)
+        takers = [w for w in block if is_attention_output(w)]
+        if parts and not takers:
+            ids, sizes = {*map(id, parts.values())}, parts["query"].list_axis_sizes("out")
+            rest = [w for w in block if id(w) not in ids]
+            takers = [w for w in rest if len(rest) == 1 and w.list_axis_sizes("in") == sizes]
+        return takers[0] if len(takers) == 1 else None
+
     def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
         """Return the mesh dims over which most attention kernels of a block shard heads, or () if no dims fit.
 
         Dims of the batch are returned only if no kernel uses other dims.
         """
         parts = self.find_attention_kernels(block)
-        takers = [w for w in block if is_attention_output(w)]
-        members = [(w, "out") for w in parts.values()] + [(w, "in") for w in takers if len(takers) == 1]
+        taker = self.find_attention_output(block)
+        members = [(w, "out") for w in parts.values()] + [(taker, "in")] * (taker is not None)
         dims = [found for w, role in members if (found := w.list_dims(w.list_axes(role)[0]))]
         fitting = [
             each
@@ -353,13 +366,13 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
                 if is_first:
                     yield maker, taker
     query = linted.find_attention_kernels(block).get("query")
-    takers = [w for w in block if is_attention_output(w)]
+    taker = linted.find_attention_output(block)
     if (
         query is not None
-        and len(takers) == 1
-        and query.list_axis_sizes("out") == query.list_axis_sizes("in") == takers[0].list_axis_sizes("in")
+        and taker is not None
+        and query.list_axis_sizes("out") == query.list_axis_sizes("in") == taker.list_axis_sizes("in")
     ):
-        yield query, takers[0]
+        yield query, taker
     seconds = [
         w
         for w in block
