@@ -8,7 +8,7 @@ import re
 import pytest
 from advice import Rules, follow
 from cases import EVERYTHING
-from decoders import MESHES, make_dense, models
+from decoders import MESHES, make_dense, make_weight, models
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -169,6 +169,35 @@ def test_all_advice_repairs_a_map_with_one_mistake(mutate, data):
             for plan in (plans[-1], original)
         )
         assert after <= before, "\n".join(steps)
+
+
+@settings(max_examples=100 if EVERYTHING else 3, phases=[Phase.generate], deadline=None)
+@given(st.data())
+def test_all_advice_repairs_own_names_with_several_mistakes(data):
+    """The rules do not match from the start, one word has a typo, and the output kernel of attention is swapped."""
+    variables = [make_weight("sym.weight", (512, 64), "rows", "out.0")]
+    sizes = {f"look.{name}": (64, 64) for name in ("merge", "qq", "kk", "vv")}
+    for name, (inputs, outputs) in (sizes | {"wide": (64, 256), "narrow": (256, 64)}).items():
+        for cell in range(2):
+            variables.append(make_weight(f"cells.{cell}.{name}.weight", (outputs, inputs), "out.0", "in.0"))
+            variables.append(make_weight(f"cells.{cell}.{name}.bias", (outputs,), "out.0"))
+    start = data.draw(st.sampled_from(["", ".*"]))
+    rules = {
+        "sym": (None, "model"),
+        rf"{start}look\.(qq|kk|vb)\.weight": ("model", None),
+        rf"{start}look\.(qq|kk|vv)\.bias": ("model",),
+        rf"{start}look\.merge\.weight": ("model", None),
+        rf"{start}wide\.weight": ("model", None),
+        rf"{start}narow\.weight": (None, "model"),
+    }
+    mesh = Mesh(None, "batch=2,model=4")
+    plans, steps = follow_all(data, variables, mesh, Rules(tuple(rules.items())), "replicated")
+
+    for names, specs in ((("qq", "kk", "vv"), ("model", "unsharded")), (("merge",), ("unsharded", "model"))):
+        expected = dict.fromkeys(names, specs)
+        actual = {name: plans[-1][f"cells.1.look.{name}.weight"].layout.sharding_specs for name in names}
+        assert expected == actual, "\n".join(steps)
+    assert start or "vb" not in steps[-1]
 
 
 def test_a_kernel_between_two_is_not_swapped_to_and_fro():

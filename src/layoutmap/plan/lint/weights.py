@@ -317,8 +317,9 @@ class LintedPlan:
         Dims of the batch are returned only if no kernel uses other dims.
         """
         parts = self.find_attention_kernels(block)
-        taker = self.find_attention_output(block)
-        members = [(w, "out") for w in parts.values()] + [(taker, "in")] * (taker is not None)
+        members = [(w, "out") for w in parts.values()]
+        if taker := self.find_attention_output(block):
+            members.append((taker, "in"))
         dims = [found for w, role in members if (found := w.list_dims(w.list_axes(role)[0]))]
         fitting = [
             each
