@@ -105,7 +105,7 @@ def test_the_output_of_a_fused_attention_is_a_row_kernel(columns):
         r".*fc2.kernel": ("model", None)
     }
     plan = make_plan(variables, LayoutMap("batch=2,model=4", swapped, rest="replicated"))
-    assert [f"blocks.{n}.proj.kernel" for n in range(2)] == [problem.subject for problem in plan.lint()]
+    assert [f"blocks.{n}.proj.kernel" for n in range(2)] == [p.subject for p in plan.lint().problems]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,13 @@ def test_lint_counts_the_sharded_weights_that_it_cannot_check():
     layouts = {"w1": (None, "model"), "w": ("model", None)}
 
     assert plan.lint().summary == (
-        "nothing found; 2 sharded weights of unknown use not checked; the batch dim is not known"
+        "nothing found; 2 sharded weights of unknown use not checked: a, b; the batch dim is not known"
+    )
+    many = [make_weight(f"h.{n}.{name}", (16, 8)) for n in range(2) for name in "abcde"]
+    plan = make_plan(many, LayoutMap("model=4", {".*": ("model", None)}))
+    assert (
+        "10 sharded weights of unknown use not checked: h.{0..1}.a, h.{0..1}.b, h.{0..1}.c and 2 more;"
+        in (plan.lint().summary)
     )
     assert [("swapped", "w3")] == [
         (problem.kind, problem.subject)

@@ -267,8 +267,8 @@ def _convert_verdict_to_json(plan: PlanTable) -> dict[str, Any]:
     """Return the JSON fields of the verdict on a plan, such as whether the plan passes."""
     verdict = judge_plan(plan)
     fields = dataclasses.asdict(verdict)
-    # Lint counts findings after the plan is made, so a plan does not know their number.
-    del fields["num_findings"]
+    # Lint counts these after the plan is made, so a plan does not know their numbers.
+    del fields["num_findings"], fields["num_unchecked"]
     return {"passes": verdict.passes, "says": verdict.headline} | fields
 
 
