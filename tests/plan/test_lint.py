@@ -639,7 +639,7 @@ def test_repeated_blocks_are_reported_once():
 
     assert ["blocks.{0..1}.up.bias"] == [problem.subject for problem in merged]
     assert str(plan).endswith(
-        "\n\nLint: 1 finding; batches are assumed to be sharded over data; to see them: print(plan.lint())"
+        "\n\nLint: 1 finding; batches are assumed to be sharded over data; to see them: plan.lint()"
     )
     assert text.startswith(
         "contradicts its kernel: blocks.{0..1}.up.bias: is sharded differently from up.kernel, with which it is used\n"

@@ -395,7 +395,7 @@ class Plan(PlanTable):
                 below the table names them. `None`: all columns.
         """
         findings = self.lint()
-        line = f"\n\nLint: {findings.summary}; to see them: print(plan.lint())" if findings else ""
+        line = f"\n\nLint: {findings.summary}; to see them: plan.lint()" if findings else ""
         return format_plan_text(self, width) + line
 
     __str__ = to_text

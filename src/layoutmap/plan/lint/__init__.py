@@ -70,14 +70,14 @@ class Findings:
     unchecked_paths: tuple[str, ...] = ()
 
     @cached_property
-    def _merged(self) -> tuple[Problem, ...]:
+    def _merged_problems(self) -> tuple[Problem, ...]:
         return tuple(merge_problems(self.problems))
 
     def __iter__(self) -> Iterator[Problem]:
-        return iter(self._merged)
+        return iter(self._merged_problems)
 
     def __len__(self) -> int:
-        return len(self._merged)
+        return len(self._merged_problems)
 
     def __str__(self) -> str:
         lines = [f"{escape_text(problem.kind)}: {problem}\n" for problem in self]
