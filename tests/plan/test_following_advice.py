@@ -200,19 +200,36 @@ def test_all_advice_repairs_own_names_with_several_mistakes(data):
     assert start or "vb" not in steps[-1]
 
 
-def test_a_kernel_between_two_is_not_swapped_to_and_fro():
-    """One dim is right for both of its axes, so it shards the first one, and the other axis is not sharded."""
-    sizes = {"a": (64, 96), "b": (96, 128), "c": (128, 64)}
+@pytest.mark.parametrize(
+    ("sizes", "layouts"),
+    [
+        # One dim is right for both axes of b, so it shards the first one, and the other axis is not sharded.
+        (
+            {"a": (64, 96), "b": (96, 128), "c": (128, 64)},
+            {"b.bias": ("data",), "a.kernel": (None, "model"), "c.kernel": ("model", None)}
+            | {"b.kernel": specs},
+        )
+        for specs in (("data", "model"), ("model", "data"))
+    ]
+    + [
+        # No kernel takes the outputs of c, so its kernel is right, and not its bias.
+        (
+            {"a": (32, 256), "b": (256, 24), "c": (24, 32)},
+            {"a.kernel": (None, "model"), "a.bias": ("model",), "b.kernel": ("model", None)}
+            | {"c.kernel": ("model", None), "c.bias": ("model",)},
+        )
+    ],
+)
+def test_no_advice_undoes_another(sizes, layouts):
+    """A kernel is not swapped to and fro."""
     variables = [w for name, pair in sizes.items() for w in make_dense(f"blocks.0.{name}", pair)]
-    layouts = {"b.bias": ("data",), "a.kernel": (None, "model"), "c.kernel": ("model", None)}
-    for specs in (("data", "model"), ("model", "data")):
-        rules = Rules((*layouts.items(), ("b.kernel", specs)))
-        rules = Rules(tuple((rf"blocks\.0\.{re.escape(name)}$", row) for name, row in rules.rows))
-        for _ in range(8):
-            for problem in plan_rules(variables, Mesh(None, "data=4,model=2"), rules, "replicated").lint():
-                rules = follow(problem, rules)
-                break
-        assert [] == [*plan_rules(variables, Mesh(None, "data=4,model=2"), rules, "replicated").lint()]
+    mesh = Mesh(None, "data=4,model=2")
+    rules = Rules(tuple((rf"blocks\.0\.{re.escape(name)}$", row) for name, row in layouts.items()))
+    for _ in range(8):
+        for problem in plan_rules(variables, mesh, rules, "replicated").lint():
+            rules = follow(problem, rules)
+            break
+    assert [] == [*plan_rules(variables, mesh, rules, "replicated").lint()]
 
 
 @settings(max_examples=100 if EVERYTHING else 2, phases=[Phase.generate], deadline=None)
