@@ -284,6 +284,15 @@ def test_replicated_biases_are_passed_if_all_are_or_a_rule_says_so():
         assert [] == found_all(make_plan(decoder(), LayoutMap(mesh, rules, rest="replicated")))
 
 
+def test_a_rule_that_replicates_one_of_equal_biases_is_reported():
+    """Those of the query and the key are sharded as their kernels."""
+    odd = {r".*value\.bias": (None, None)}
+    expected = [("replicated partner", f"blocks.{n}.attention.value.bias") for n in range(2)]
+
+    assert expected == found_all(plan_of(odd | {"norm": (None,)} | GOOD))
+    assert {"delete rule 1"} == {p.fix.rpartition("; ")[2] for p in plan_of(odd | GOOD).lint()}
+
+
 def test_a_bias_that_is_sharded_as_its_kernel_is_no_odd_one_out():
     """One of the layers takes sharded inputs, so its bias is replicated, and another one is of unknown use."""
     sizes = [(16, 32), (24, 32), (48, 32), (16, 32)]

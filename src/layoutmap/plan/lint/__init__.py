@@ -3,7 +3,7 @@
     "sum over the batch dim" a summed axis of a kernel, or a table, is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
     "replicated partner"     a kernel is replicated, and the kernel before or after it is sharded along the common axis;
-                             or a bias without a rule is replicated, and its kernel's outputs and other biases are not
+                             or a bias is replicated, and its kernel's outputs and other biases are not
     "query, key, value"      these kernels of an attention layer are sharded differently
     "heads"                  the shards of an attention kernel split a head
     "replicated table"       an embedding table is replicated, while most other weights are sharded

@@ -270,10 +270,11 @@ def _find_replicated_neighbor_kernels(linted: LintedPlan, changed: Mapping[int, 
 
 
 def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -> Iterator[Finding]:
-    """Yield a finding for each bias that no rule matches, if its kernel's outputs are sharded, and so are other biases.
+    """Yield a finding for each replicated bias, if its kernel's outputs are sharded, and so are other biases.
 
-    A replicated bias costs little, so with `rest`, rules that shard no bias are no mistake. Without `rest`, each bias
-    needs a rule.
+    A replicated bias costs little, so with `rest`, rules that shard no bias are no mistake, and neither is a rule that
+    replicates a bias, unless that of an equal kernel of the same block is sharded. Without `rest`, each bias needs a
+    rule.
 
     Args:
         linted: The plan.
@@ -286,12 +287,17 @@ def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -
         for a in [kernel.assignment]
     ]
     layouts = [make_bias_layout(w, kernel) for w, kernel, _ in pairs]
-    has_sharded = any(layout == w.layout for layout, (w, _, _) in zip(layouts, pairs, strict=True))
+    kernels_of_sharded = [
+        kernel for layout, (w, kernel, _) in zip(layouts, pairs, strict=True) if layout == w.layout
+    ]
+    has_sharded, sharded = bool(kernels_of_sharded), {*map(_make_equal_kernel_key, kernels_of_sharded)}
     for layout, (w, kernel, is_changed) in zip(layouts, pairs, strict=True):
         match = w.assignment.match
         dims = {dim for axis in kernel.list_axes("out") for dim in kernel.list_dims(axis)}
         is_expected = layout is None or not w.layout.is_fully_replicated() or dims & {*linted.batch_dims}
-        if is_expected or id(w.assignment) in changed or not match or match.rule or match.has_existing_layout:
+        if is_expected or id(w.assignment) in changed or not match or match.has_existing_layout:
+            continue
+        if match.rule and _make_equal_kernel_key(kernel) not in sharded:
             continue
         if match.has_rest_layout and not has_sharded:
             continue
@@ -306,6 +312,11 @@ def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -
             "shard it as its kernel's outputs are",
             layout,
         )
+
+
+def _make_equal_kernel_key(kernel: Weight) -> object:
+    """Return a key that is equal for kernels of one block with equal shapes and layouts, such as query and value."""
+    return kernel.assignment.variable.model, kernel.block, kernel.shape, kernel.layout
 
 
 def _find_attention_mismatches(linted: LintedPlan) -> Iterator[Finding]:
