@@ -103,7 +103,7 @@ def test_the_first_step_names_idle_dims_once(rule, options, idle):
     assert [] == caught_by(lambda: (model.fit(x, y, verbose=0), model.train_on_batch(x, y)))
     assert [True, True] == [said in each for each in (before, repr(lm.inspect(model).lint()))]
     if not options and idle:
-        assert set(idle) == {p.subject for p in lm.inspect(model).lint() if p.kind == "unused dim"}
+        assert set(idle) == {p.subject for p in lm.inspect(model).lint().problems if p.kind == "unused dim"}
 
 
 def test_a_dim_of_size_one_or_of_activations_is_not_idle():

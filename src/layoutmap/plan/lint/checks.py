@@ -102,19 +102,27 @@ def _make_swapped_layout(w: Weight, first_axis: int, second_axis: int) -> Layout
 # A layout can be valid and still a mistake, so compare the layouts of consecutive kernels (decisions/0022).
 def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
     """Yield findings for consecutive kernels that are sharded differently along their common axis, or not along it."""
+    changed = set[tuple[int, Layout]]()
     for block in linted.blocks:
+        kernels = linted.find_attention_kernels(block)
         for first, second in iterate_kernel_pairs(linted, block):
-            for out, into in zip(first.list_axes("out"), second.list_axes("in"), strict=True):
-                ours, theirs = first.list_dims(out), second.list_dims(into)
-                if ours and theirs and ours != theirs:
-                    yield _extend_finding_to_key_and_value(
-                        linted.find_attention_kernels(block),
-                        _make_mismatch_finding(linted, first, out, second, into),
-                    )
-                    break
-            else:
-                for finding in _find_unsharded_common_axis(linted, first, second):
-                    yield _extend_finding_to_key_and_value(linted.find_attention_kernels(block), finding)
+            for found in _find_pair_mismatches(linted, first, second):
+                finding = _extend_finding_to_key_and_value(kernels, found)
+                changes = {(id(a), layout) for a, layout in finding.changes}
+                # A kernel after several, such as query, key, and value, needs only one finding.
+                if not changes <= changed:
+                    yield finding
+                changed |= changes
+
+
+def _find_pair_mismatches(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
+    """Yield the findings for two consecutive kernels."""
+    for out, into in zip(first.list_axes("out"), second.list_axes("in"), strict=True):
+        ours, theirs = first.list_dims(out), second.list_dims(into)
+        if ours and theirs and ours != theirs:
+            yield _make_mismatch_finding(linted, first, out, second, into)
+            return
+    yield from _find_unsharded_common_axis(linted, first, second)
 
 
 def _extend_finding_to_key_and_value(kernels: Mapping[str, Weight], finding: Finding) -> Finding:

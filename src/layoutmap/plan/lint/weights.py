@@ -367,9 +367,12 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
                 if is_first:
                     yield maker, taker
     query = linted.find_attention_kernels(block).get("query")
+    pairs = [*_iterate_pairs_by_inputs(block)]
+    yield from pairs
     taker = linted.find_attention_output(block)
     if (
-        query is not None
+        not pairs
+        and query is not None
         and taker is not None
         and query.list_axis_sizes("out") == query.list_axis_sizes("in") == taker.list_axis_sizes("in")
     ):
@@ -386,6 +389,19 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             for first in firsts
             if first.list_axis_sizes("in") == first.list_axis_sizes("out")
         )
+
+
+def _iterate_pairs_by_inputs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield pairs of a square kernel and its taker, the next called one after three or more that read one tensor."""
+    groups: dict[int, list[Weight]] = defaultdict(list)
+    for w in block:
+        if w.use.reads is not None:
+            groups[w.use.reads].append(w)
+    for makers, takers in itertools.pairwise(groups[number] for number in sorted(groups)):
+        if len(makers) > 2 and len(takers) == 1:
+            sizes = takers[0].list_axis_sizes("in")
+            squares = [w for w in makers if sizes == w.list_axis_sizes("in") == w.list_axis_sizes("out")]
+            yield from ((w, takers[0]) for w in squares)
 
 
 def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight, is_listed_first: bool) -> bool:
