@@ -41,7 +41,7 @@ mesh dim 'batch' is not used
   batch_dim  None
   why        no weight, layer output or batch is sharded over it: groups of 2 devices compute the same
   fix        pass batch_dim='batch' to the scope, or add rules that shard weights over it""" == str(note)
-    assert str(plan).endswith(f"\n\nnote: {note.what}; {note.fix}")
+    assert f"\n\nnote: {note.what}; {note.fix}\n\nLint: 1 finding" in str(plan)
     assert () == with_batches.problems
 
 
