@@ -102,17 +102,17 @@ def _make_swapped_layout(w: Weight, first_axis: int, second_axis: int) -> Layout
 # A layout can be valid and still a mistake, so compare the layouts of consecutive kernels (decisions/0022).
 def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
     """Yield findings for consecutive kernels that are sharded differently along their common axis, or not along it."""
-    changed = set[tuple[int, Layout]]()
+    seen = set[object]()
     for block in linted.blocks:
         kernels = linted.find_attention_kernels(block)
         for first, second in iterate_kernel_pairs(linted, block):
             for found in _find_pair_mismatches(linted, first, second):
                 finding = _extend_finding_to_key_and_value(kernels, found)
-                changes = {(id(a), layout) for a, layout in finding.changes}
                 # A kernel after several, such as query, key, and value, needs only one finding.
-                if not changes <= changed:
+                key = found.problem.subject, tuple((id(a), layout) for a, layout in found.changes)
+                if key not in seen:
                     yield finding
-                changed |= changes
+                seen.add(key)
 
 
 def _find_pair_mismatches(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
