@@ -109,7 +109,7 @@ def test_a_plan_of_nnx_is_linted():
     plan = lm.plan(lambda: Block(nnx.Rngs(0)), layout_map, library="jax")
 
     assert {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")} == {
-        p.subject for p in plan.lint() if p.kind == "heads"
+        p.subject for p in plan.lint().problems if p.kind == "heads"
     }
 
 
@@ -132,7 +132,7 @@ def test_a_block_that_was_left_out_is_found_in_arrays_that_others_have_laid_out(
         ]
 
     def found(tree):
-        return [(p.kind, p.subject) for p in lm.inspect({"blocks": tree}).lint()]
+        return [(p.kind, p.subject) for p in lm.inspect({"blocks": tree}).lint().problems]
 
     assert [] == found(lay_out(None))
     for odd in range(number):

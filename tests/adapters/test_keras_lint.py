@@ -51,7 +51,7 @@ def test_axes_do_what_their_roles_say(name):
     make, shape = LAYERS[name]
     layer, inputs = make(), random(shape)
     layer(inputs)
-    used, variables = find_weight_axis_roles([layer]), {"kernel": layer.kernel, "bias": layer.bias}
+    used, variables = find_weight_axis_roles([layer], {}), {"kernel": layer.kernel, "bias": layer.bias}
     roles = {"kernel": used[id(layer._kernel)].roles, "bias": used[id(layer.bias)].roles}
 
     def output(**weights):
@@ -67,7 +67,7 @@ def test_tables_have_rows():
     """Of a plain embedding, and both tables of a reversible one."""
     plain, both = keras.layers.Embedding(8, 4), keras.layers.ReversibleEmbedding(8, 4, tie_weights=False)
     plain.build(), both.build((2,))
-    used = find_weight_axis_roles([plain, both])
+    used = find_weight_axis_roles([plain, both], {})
 
     assert ("rows", "out.0") == used[id(plain._embeddings)].roles == used[id(both._embeddings)].roles
     assert ("in.0", "rows") == used[id(both.reverse_embeddings)].roles
@@ -101,9 +101,9 @@ def test_the_two_faults_of_keras_hubs_map_for_llama_are_found():
         ("swapped", "llama3_backbone.transformer_layer_0.self_attention_layer.query_dense.kernel"),
         ("swapped", "llama3_backbone.transformer_layer_1.self_attention_layer.query_dense.kernel"),
         ("replicated table", "llama3_backbone.token_embedding.reverse_embeddings"),
-    ] == [(p.kind, p.subject) for p in shipped]
+    ] == [(p.kind, p.subject) for p in shipped.problems]
     assert "change rule 2 to ('data', 'model', None)" in shipped.problems[0].fix
-    (left,) = lm.plan(make, fixed).lint()
+    (left,) = lm.plan(make, fixed).lint().problems
     assert "shadowed rule" == left.kind  # Keras's own, for which one of the fixes stands now
 
 

@@ -106,3 +106,33 @@ def test_a_layer_with_weights_need_not_be_called():
     """A layer that has its weights lacks none, though no call reaches it."""
     suggested = lm.suggest(lambda: keras.Sequential([keras.Input((64,)), UnusedScale()]), MESH)
     assert len(suggested)
+
+
+class Heads(keras.layers.Layer):
+    """Attention with one head and own names. The output layer is made first."""
+
+    def __init__(self):
+        super().__init__(name="heads")
+        self.join, self.ask, self.hint, self.val = (keras.layers.Dense(64) for _ in range(4))
+
+    def call(self, x):
+        query, key, value = self.ask(x), self.hint(x), self.val(x)
+        weights = keras.ops.softmax(keras.ops.einsum("bqd,bkd->bqk", query, key))
+        return self.join(keras.ops.einsum("bqk,bkd->bqd", weights, value))
+
+
+def test_calls_show_which_kernel_takes_the_outputs_of_others():
+    """Three kernels read one tensor, so the one called after them takes their outputs. Its plan as a file, too."""
+    inputs = keras.Input((8, 64))
+    kernels = {name: f"heads.{name}.kernel" for name in ("ask", "hint", "val", "join")}
+    plans = [lm.plan(Heads, lm.suggest(Heads, MESH, inputs=inputs), inputs=inputs)]
+    plans.append(
+        lm.plan(Heads, lm.LayoutMap(MESH, {".*kernel": (None, "model")}, rest="replicated"), inputs=inputs)
+    )
+    plans.append(lm.Plan.from_json(plans[1].to_json()))
+
+    assert ("model", "unsharded") == plans[0][kernels["join"]].layout.sharding_specs
+    assert {("unsharded", "model")} == {
+        plans[0][kernels[name]].layout.sharding_specs for name in ("ask", "hint", "val")
+    }
+    assert [[], [kernels["join"]], [kernels["join"]]] == [[p.subject for p in plan.lint()] for plan in plans]

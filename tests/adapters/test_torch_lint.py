@@ -89,7 +89,7 @@ def test_published_models_are_passed_unless_sharding_splits_their_heads(name, on
         plan = lm.plan(lambda: getattr(transformers, kind)(FULL[name]()), layout_map, library="torch")
         return {
             (p.kind, re.sub(r".*\.\d+\.", "", p.subject).removesuffix(".weight"))
-            for p in plan.lint()
+            for p in plan.lint().problems
             if p not in plan.problems
         }
 
@@ -110,7 +110,7 @@ def test_the_kind_of_a_finding_does_not_depend_on_the_name_of_the_weight(weight,
         return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
 
     plan = lm.plan(make, layout_map, library="torch")
-    assert [kind] == [each.kind for each in plan.lint(batch_dim="batch") if each.kind != "no rule"]
+    assert [kind] == [each.kind for each in plan.lint(batch_dim="batch").problems if each.kind != "no rule"]
 
 
 def test_parallelize_module_and_fully_shard_are_passed_and_a_block_left_out_is_found():

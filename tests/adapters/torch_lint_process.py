@@ -56,6 +56,8 @@ if __name__ == "__main__":
     for seed in map(int, sys.argv[1:]):
         for knocked_out in (False, True):
             model, odd = lay_out(seed, knocked_out)
-            problems = [[p.kind, p.subject] for p in lm.inspect(model).lint() if p.kind != "unused dim"]
+            problems = [
+                [p.kind, p.subject] for p in lm.inspect(model).lint().problems if p.kind != "unused dim"
+            ]
             found.append([problems, [["odd one out", odd]] if knocked_out else []])
     print(json.dumps(found))

@@ -8,7 +8,7 @@ import re
 import pytest
 from advice import Rules, follow
 from cases import EVERYTHING
-from decoders import MESHES, make_dense, models
+from decoders import MESHES, make_dense, make_weight, models
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -171,19 +171,65 @@ def test_all_advice_repairs_a_map_with_one_mistake(mutate, data):
         assert after <= before, "\n".join(steps)
 
 
-def test_a_kernel_between_two_is_not_swapped_to_and_fro():
-    """One dim is right for both of its axes, so it shards the first one, and the other axis is not sharded."""
-    sizes = {"a": (64, 96), "b": (96, 128), "c": (128, 64)}
+@settings(max_examples=100 if EVERYTHING else 3, phases=[Phase.generate], deadline=None)
+@given(st.data())
+def test_all_advice_repairs_own_names_with_several_mistakes(data):
+    """The rules do not match from the start, one word has a typo, and the output kernel of attention is swapped."""
+    variables = [make_weight("sym.weight", (512, 64), "rows", "out.0")]
+    sizes = {f"look.{name}": (64, 64) for name in ("merge", "qq", "kk", "vv")}
+    for name, (inputs, outputs) in (sizes | {"wide": (64, 256), "narrow": (256, 64)}).items():
+        for cell in range(2):
+            variables.append(make_weight(f"cells.{cell}.{name}.weight", (outputs, inputs), "out.0", "in.0"))
+            variables.append(make_weight(f"cells.{cell}.{name}.bias", (outputs,), "out.0"))
+    start = data.draw(st.sampled_from(["", ".*"]))
+    rules = {
+        "sym": (None, "model"),
+        rf"{start}look\.(qq|kk|vb)\.weight": ("model", None),
+        rf"{start}look\.(qq|kk|vv)\.bias": ("model",),
+        rf"{start}look\.merge\.weight": ("model", None),
+        rf"{start}wide\.weight": ("model", None),
+        rf"{start}narow\.weight": (None, "model"),
+    }
+    mesh = Mesh(None, "batch=2,model=4")
+    plans, steps = follow_all(data, variables, mesh, Rules(tuple(rules.items())), "replicated")
+
+    for names, specs in ((("qq", "kk", "vv"), ("model", "unsharded")), (("merge",), ("unsharded", "model"))):
+        expected = dict.fromkeys(names, specs)
+        actual = {name: plans[-1][f"cells.1.look.{name}.weight"].layout.sharding_specs for name in names}
+        assert expected == actual, "\n".join(steps)
+    assert start or "vb" not in steps[-1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layouts"),
+    [
+        # One dim is right for both axes of b, so it shards the first one, and the other axis is not sharded.
+        (
+            {"a": (64, 96), "b": (96, 128), "c": (128, 64)},
+            {"b.bias": ("data",), "a.kernel": (None, "model"), "c.kernel": ("model", None)}
+            | {"b.kernel": specs},
+        )
+        for specs in (("data", "model"), ("model", "data"))
+    ]
+    + [
+        # No kernel takes the outputs of c, so its kernel is right, and not its bias.
+        (
+            {"a": (32, 256), "b": (256, 24), "c": (24, 32)},
+            {"a.kernel": (None, "model"), "a.bias": ("model",), "b.kernel": ("model", None)}
+            | {"c.kernel": ("model", None), "c.bias": ("model",)},
+        )
+    ],
+)
+def test_no_advice_undoes_another(sizes, layouts):
+    """A kernel is not swapped to and fro."""
     variables = [w for name, pair in sizes.items() for w in make_dense(f"blocks.0.{name}", pair)]
-    layouts = {"b.bias": ("data",), "a.kernel": (None, "model"), "c.kernel": ("model", None)}
-    for specs in (("data", "model"), ("model", "data")):
-        rules = Rules((*layouts.items(), ("b.kernel", specs)))
-        rules = Rules(tuple((rf"blocks\.0\.{re.escape(name)}$", row) for name, row in rules.rows))
-        for _ in range(8):
-            for problem in plan_rules(variables, Mesh(None, "data=4,model=2"), rules, "replicated").lint():
-                rules = follow(problem, rules)
-                break
-        assert [] == [*plan_rules(variables, Mesh(None, "data=4,model=2"), rules, "replicated").lint()]
+    mesh = Mesh(None, "data=4,model=2")
+    rules = Rules(tuple((rf"blocks\.0\.{re.escape(name)}$", row) for name, row in layouts.items()))
+    for _ in range(8):
+        for problem in plan_rules(variables, mesh, rules, "replicated").lint():
+            rules = follow(problem, rules)
+            break
+    assert [] == [*plan_rules(variables, mesh, rules, "replicated").lint()]
 
 
 @settings(max_examples=100 if EVERYTHING else 2, phases=[Phase.generate], deadline=None)

@@ -83,7 +83,7 @@ def but(slips: dict) -> dict:
 
 def found(plan, **options):
     """The kinds of what lint finds beside what the plan says, and the subjects, without the numbers of blocks."""
-    mine = [p for p in plan.lint(**options) if p not in plan.problems]
+    mine = [p for p in plan.lint(**options).problems if p not in plan.problems]
     return sorted({(p.kind, p.subject.replace(".1.", ".0.")) for p in mine})
 
 
@@ -94,8 +94,8 @@ def test_rules_that_are_not_used_are_found(drawn):
     of_rules = [p for p in plan.warnings if p.kind in ("unused rule", "shadowed rule")]
     before = make_plan(variables, layout_map, complete=False, layers=[])
 
-    assert of_rules == [p for p in plan.lint() if p in plan.problems]
-    assert not [p for p in before.lint() if "rule" in p.kind]
+    assert of_rules == [p for p in plan.lint().problems if p in plan.problems]
+    assert not [p for p in before.lint().problems if "rule" in p.kind]
 
 
 @pytest.mark.parametrize("rules", [GOOD, FLAT, BOTH], ids=["heads", "flat", "both"])
@@ -141,7 +141,7 @@ def test_each_slip_is_found_where_it_is(name):
     plan = plan_of(but(rules), free_activations=True)
 
     assert (kind, subject) in found(plan)
-    told = next(p for p in plan.lint() if (p.kind, p.subject) == (kind, subject))
+    told = next(p for p in plan.lint().problems if (p.kind, p.subject) == (kind, subject))
     assert "rule 1" in str(told)
     assert told.why
     assert told.fix
@@ -200,7 +200,7 @@ def test_a_block_that_is_knocked_out_is_the_only_finding(data):
     )
 
     assert [] == found(plan)
-    mine = [p for p in knocked.lint() if p not in knocked.problems]
+    mine = [p for p in knocked.lint().problems if p not in knocked.problems]
     assert [("odd one out", f"blocks.{odd}")] == [(p.kind, p.subject) for p in mine]
     assert f"{number - 1} of {number} such blocks" in mine[0].what
 
@@ -208,7 +208,7 @@ def test_a_block_that_is_knocked_out_is_the_only_finding(data):
 def test_an_odd_one_out_says_which_weights_and_how_the_others_are_laid_out():
     """With the rule that did it, at most four weights, and only where three blocks are laid out alike."""
     rules = {r"blocks\.1\.(up|down)\.kernel": (None, None)}
-    (problem,) = plan_of(but(rules | {r"blocks\.1\.up\.bias": (None,)}), decoder(number=4)).lint()
+    (problem,) = plan_of(but(rules | {r"blocks\.1\.up\.bias": (None,)}), decoder(number=4)).lint().problems
 
     assert (
         "blocks.1: it is not sharded over model, and 3 of 4 such blocks are\n"
@@ -218,7 +218,7 @@ def test_an_odd_one_out_says_which_weights_and_how_the_others_are_laid_out():
         "  why          each device along model holds all of its weights and computes all of its products\n"
         "  fix          lay it out as the others; delete rule 1; delete rule 2"
     ) == str(problem)
-    assert "odd one out" not in {p.kind for p in plan_of(but(rules), decoder(number=3)).lint()}
+    assert "odd one out" not in {p.kind for p in plan_of(but(rules), decoder(number=3)).lint().problems}
 
 
 def without(*patterns):
@@ -269,7 +269,7 @@ def test_the_odd_one_is_reported_and_not_the_weights_that_agree(rules, kind, sub
     assert [(kind, f"blocks.{n}.{subject}") for n in range(2)] == found_all(plan)
     assert {change} == {
         p.fix.partition("; ")[2].removeprefix("its axes seem to be swapped; ")
-        for p in plan.lint()
+        for p in plan.lint().problems
         if p not in plan.problems
     }
 
@@ -282,6 +282,15 @@ def test_replicated_biases_are_passed_if_all_are_or_a_rule_says_so():
         but({r".*up\.bias": (None,)}),
     ):
         assert [] == found_all(make_plan(decoder(), LayoutMap(mesh, rules, rest="replicated")))
+
+
+def test_a_rule_that_replicates_one_of_equal_biases_is_reported():
+    """Those of the query and the key are sharded as their kernels."""
+    odd = {r".*value\.bias": (None, None)}
+    expected = [("replicated partner", f"blocks.{n}.attention.value.bias") for n in range(2)]
+
+    assert expected == found_all(plan_of(odd | {"norm": (None,)} | GOOD))
+    assert {"delete rule 1"} == {p.fix.rpartition("; ")[2] for p in plan_of(odd | GOOD).lint()}
 
 
 def test_a_bias_that_is_sharded_as_its_kernel_is_no_odd_one_out():
@@ -323,7 +332,7 @@ def test_the_plan_and_lint_advise_the_same_for_a_kernel_without_a_rule():
     rules = {r"h\.0\.c\.kernel": ("model", None), r"h\.1\.c\.bias": ("model",), "big.kernel": (None, "model")}
     rules |= {"big.bias": ("model",)}
     plan = plan_of(rules, variables)
-    (problem,) = (p for p in plan.lint() if p not in plan.problems)
+    (problem,) = (p for p in plan.lint().problems if p not in plan.problems)
 
     assert ("contradicts its bias", "h.1.c.kernel") == (problem.kind, problem.subject)
     assert [("h.1.c.kernel", 1, "model")] == [
@@ -342,7 +351,7 @@ def test_an_output_layer_that_sums_over_a_sharded_axis_is_found(is_tied):
     rest.append(weight("positions.embeddings", (HIDDEN, HIDDEN), "rows", "out.0"))
     slips = {r".*(tokens|positions).*": (None, "model"), r"head": ("model", None)}
     plan = plan_of(slips | GOOD, [table, *rest])
-    (problem,) = (p for p in plan.lint() if p not in plan.problems)
+    (problem,) = (p for p in plan.lint().problems if p not in plan.problems)
 
     assert ("swapped", "tokens.embeddings" if is_tied else "head.kernel") == (problem.kind, problem.subject)
     assert f"sharded over model, for {ROWS} outputs" in problem.what
@@ -350,7 +359,7 @@ def test_an_output_layer_that_sums_over_a_sharded_axis_is_found(is_tied):
 
 
 def found_all(plan):
-    return [(p.kind, p.subject) for p in plan.lint() if p not in plan.problems]
+    return [(p.kind, p.subject) for p in plan.lint().problems if p not in plan.problems]
 
 
 @pytest.mark.parametrize("rest", [None, "replicated"])
@@ -361,11 +370,11 @@ def test_other_advice_is_as_if_a_mistyped_rule_were_correct(typo, rest):
     good = without(UP, r".*up\.bias") | {"gate.bias": ("model",)}
     mesh = Mesh(None, f"data={DATA},model={MODEL}")
     plans = [make_plan(variables, LayoutMap(mesh, good | {typo: (None, "model")}, rest=rest))]
-    (unused,) = [p for p in plans[0].lint() if p in plans[0].problems]
+    (unused,) = [p for p in plans[0].lint().problems if p in plans[0].problems]
     corrected = re.findall(r'did you mean r"(.*)"', unused.fix)[0]
     plans.append(make_plan(variables, LayoutMap(mesh, good | {corrected: (None, "model")}, rest=rest)))
 
-    found = [{p.subject: p.fix for p in plan.lint() if p not in plan.problems} for plan in plans]
+    found = [{p.subject: p.fix for p in plan.lint().problems if p not in plan.problems} for plan in plans]
     assert found[0] == found[1]
     assert all("('model',)" in found[0][f"blocks.{n}.up.bias"] for n in range(2))
     fixes = {p.subject: p.fix for p in plans[0].problems if p.kind == "no rule"}
@@ -379,7 +388,7 @@ def test_a_bias_without_a_rule_is_sharded_as_its_kernel_will_be():
     kernel = plan_of({}, [*make_dense("up", (64, 256))])
     fixes = {p.subject: p.fix for p in kernel.problems if p.kind == "no rule"}
     swapped = plan_of(without(r".*up\.bias") | {UP: ("model", None)})
-    (bias,) = {p.fix for p in swapped.lint() if p.subject.endswith("up.bias")}
+    (bias,) = {p.fix for p in swapped.lint().problems if p.subject.endswith("up.bias")}
 
     assert "(None, 'model')" in fixes["up.kernel"]
     assert "('model',)" in fixes["up.bias"]
@@ -393,7 +402,7 @@ def test_a_swapped_kernel_whose_heads_cannot_be_split_is_replicated():
         VariableSpec(f"attention.{name}.kernel", shape, "float32", use=use)
         for name, shape, use in (("query", (64, 96), roles[0]), ("output", (96, 64), roles[1]))
     ]
-    (problem,) = plan_of({r"attention\.query\.kernel": ("model", None)}, variables).lint()
+    (problem,) = plan_of({r"attention\.query\.kernel": ("model", None)}, variables).lint().problems
 
     assert problem.fix.endswith("change rule 1 to (None, None)")
 
@@ -401,7 +410,9 @@ def test_a_swapped_kernel_whose_heads_cannot_be_split_is_replicated():
 def test_only_a_weight_with_rows_is_called_a_table():
     """A kernel of the same shape is a kernel."""
     variables = [*decoder(), weight("head.kernel", (ROWS, HIDDEN), "out.0", "in.0")]
-    table, head = plan_of(but({r".*embeddings": (None, None), r"head": (None, None)}), variables).lint()
+    table, head = (
+        plan_of(but({r".*embeddings": (None, None), r"head": (None, None)}), variables).lint().problems
+    )
 
     assert ("replicated table", "replicated kernel") == (table.kind, head.kind)
     assert "tokens.embeddings: a table of 512 x 64 is replicated" == table.what
@@ -485,7 +496,9 @@ def test_an_axis_for_the_other_is_found(slip, found_at):
     """A sharding that divides, in a layout that can be made: the plan alone has nothing to say of it."""
     plan = plan_of(but(slip) | {r".*bias": (None,)}, [v for v in decoder() if "bias" not in v.path])
     kernels = {
-        p.subject.split(".", 2)[2].removesuffix(".kernel") for p in plan.lint() if p not in plan.problems
+        p.subject.split(".", 2)[2].removesuffix(".kernel")
+        for p in plan.lint().problems
+        if p not in plan.problems
     }
 
     assert () == plan.errors
@@ -495,7 +508,7 @@ def test_an_axis_for_the_other_is_found(slip, found_at):
 def test_a_mistake_that_is_fixed_as_reported_is_gone():
     """Queries, keys and values whose axes are swapped: in the layouts that the fix names lint finds nothing."""
     plan = plan_of(but({r".*(query|key|value)\.kernel": ("model", "data", None)}))
-    (fix,) = {p.fix for p in plan.lint() if p.kind == "swapped"}
+    (fix,) = {p.fix for p in plan.lint().problems if p.kind == "swapped"}
 
     assert "its axes seem to be swapped; change rule 1 to ('data', 'model', None)" == fix
     assert [] == found(plan_of(but({r".*(query|key|value)\.kernel": ("data", "model", None)})))
@@ -519,7 +532,7 @@ def test_heads_in_one_axis_are_not_split():
         plan = plan_of(FLAT, variables, mesh)
         assert () == plan.errors
         assert kinds == {kind for kind, _ in found(plan)}
-    heads = [p for p in plan.lint() if p.kind == "heads"]
+    heads = [p for p in plan.lint().problems if p.kind == "heads"]
     assert ("heads", "8 of size 16, in 16 shards") in heads[0].facts
     assert {"query", "key", "value", "output"} == {p.subject.split(".")[3] for p in heads}
 
@@ -562,7 +575,9 @@ def test_a_table_over_the_batchs_dim_is_the_one_finding_also_with_a_cost(specs):
 
     expected = [("sum over the batch dim", "tokens.embeddings")]
     assert expected == found(plan) == found(with_cost)
-    assert {"change rule 1 to ('model', None)"} == {p.fix.rpartition("; ")[2] for p in with_cost.lint()}
+    assert {"change rule 1 to ('model', None)"} == {
+        p.fix.rpartition("; ")[2] for p in with_cost.lint().problems
+    }
     assert [] == found(plan_of(rules, free_activations=False))
 
 
@@ -570,7 +585,7 @@ def test_the_fix_for_an_existing_layout_names_the_new_one():
     """A model that was sharded without a map has no rules to change."""
     plan = plan_of(but({UP: ("model", None)}))
     existing = [replace(a, match=None) for a in plan.assignments]
-    (fix,) = {p.fix for p in replace(plan, assignments=tuple(existing)).lint()}
+    (fix,) = {p.fix for p in replace(plan, assignments=tuple(existing)).lint().problems}
 
     assert fix.endswith("its axes seem to be swapped; lay it out as (unsharded, model)")
 
@@ -594,7 +609,7 @@ def test_the_batchs_dim_is_that_of_the_activations_or_one_of_its_names_or_the_on
 
 def test_a_dim_of_the_mesh_that_nothing_is_sharded_over_is_reported():
     """With how many devices do the same as others."""
-    (problem,) = plan_of(GOOD, mesh="data=2,model=4,spare=3").lint()
+    (problem,) = plan_of(GOOD, mesh="data=2,model=4,spare=3").lint().problems
 
     assert ("unused dim", "spare") == (problem.kind, problem.subject)
     assert (
@@ -628,8 +643,13 @@ def test_errors_of_the_plan_are_counted():
 
 def test_repeated_blocks_are_reported_once():
     """In the text, with the numbers of all of them, and the line below counts what is reported."""
-    text = str(plan_of(but({r".*up\.bias": ("data",)})).lint())
+    plan = plan_of(but({r".*up\.bias": ("data",)}))
+    text, merged = str(plan.lint()), [*plan.lint()]
 
+    assert ["blocks.{0..1}.up.bias"] == [problem.subject for problem in merged]
+    assert str(plan).endswith(
+        "\n\nLint: 1 finding; batches are assumed to be sharded over data; to see them: plan.lint()"
+    )
     assert text.startswith(
         "contradicts its kernel: blocks.{0..1}.up.bias: is sharded differently from up.kernel, with which it is used\n"
     )
@@ -680,7 +700,7 @@ def test_what_travels_without_need_is_reported(collective, kinds):
     fsdp = [*costs.collectives()][:2]
     plan = costs.plan(rules, [*fsdp, collective, Collective("permute", ("data",), 1, BIG)])
 
-    assert kinds == {problem.kind for problem in plan.lint()} - {"sum over the batch dim"}
+    assert kinds == {problem.kind for problem in plan.lint().problems} - {"sum over the batch dim"}
 
 
 @pytest.mark.parametrize(("cause", "count"), [("blocks.*.attn", 1), ("blocks.*.attn.qkv", 0)])
@@ -692,7 +712,7 @@ def test_a_split_of_fused_outputs_that_crosses_shards_is_reported(cause, count):
     ]
     rules = {r".*qkv\.kernel": (None, "model"), r".*proj\.kernel": ("model", None)}
     plan = costs.plan(rules, [Collective("all_gather", ("model",), 2, BIG, cause)], variables=variables)
-    texts = [str(p) for p in plan.lint() if p.kind == "resharded outputs"]
+    texts = [str(p) for p in plan.lint().problems if p.kind == "resharded outputs"]
 
     assert 2 * count == len(texts)
     assert all("its fused outputs are resharded over model in each step" in text for text in texts)
@@ -701,7 +721,7 @@ def test_a_split_of_fused_outputs_that_crosses_shards_is_reported(cause, count):
 def test_a_finding_of_a_step_says_what_it_costs():
     """In bytes and time, with the rules to add."""
     plan = costs.plan(None, [Collective("all_gather", ("model",), 2, BIG, KERNEL, "forward")])
-    finding = next(p for p in plan.lint() if p.kind == "gathered weight")
+    finding = next(p for p in plan.lint().problems if p.kind == "gathered weight")
 
     why = "the batch is not sharded over model, so devices along it all compute with the whole weight"
     fix = "lay out the outputs of this layer and of the layer before, so that each device computes a part: "

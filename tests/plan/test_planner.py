@@ -275,6 +275,7 @@ ALTERNATIVES_WITHOUT_MATCH = {
     "a letter that is wrong": (r"h\.\d+\.attn\.(query|key|valu)\.kernel", "valu", "value"),
     "two letters in the wrong order": (r"h\.\d+\.attn\.(query|key|vlaue)\.kernel", "vlaue", "value"),
     "two of two letters": (r".*\.(wq|wk|vw)$", "vw", "wv"),
+    "another letter in a short word": (r".*\.(wq|wk|wo|wz)$", "wz", "wv"),
     "the first letter alone": (r"h\.\d+\.attn\.(q|key|value)\.kernel", "q", "query"),
     "a name of two words": (r".*(lift_gate|lift_val)\.kernel", "lift_val", "lift_value"),
     "two alternatives": (r".*\.(quer|key|vlue)\.kernel", "quer, vlue", "query|key|value"),

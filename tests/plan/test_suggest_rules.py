@@ -7,8 +7,9 @@ import re
 from dataclasses import replace
 
 import pytest
+from cases import EVERYTHING
 from decoders import MESHES, make_dense, make_weight, models
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutmap import LayoutMap, Mesh
@@ -104,7 +105,7 @@ def test_the_output_of_a_fused_attention_is_a_row_kernel(columns):
         r".*fc2.kernel": ("model", None)
     }
     plan = make_plan(variables, LayoutMap("batch=2,model=4", swapped, rest="replicated"))
-    assert [f"blocks.{n}.proj.kernel" for n in range(2)] == [problem.subject for problem in plan.lint()]
+    assert [f"blocks.{n}.proj.kernel" for n in range(2)] == [p.subject for p in plan.lint().problems]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,13 @@ def test_lint_counts_the_sharded_weights_that_it_cannot_check():
     layouts = {"w1": (None, "model"), "w": ("model", None)}
 
     assert plan.lint().summary == (
-        "nothing found; 2 sharded weights of unknown use not checked; the batch dim is not known"
+        "nothing found; 2 sharded weights of unknown use not checked: a, b; the batch dim is not known"
+    )
+    many = [make_weight(f"h.{n}.{name}", (16, 8)) for n in range(2) for name in "abcde"]
+    plan = make_plan(many, LayoutMap("model=4", {".*": ("model", None)}))
+    assert (
+        "10 sharded weights of unknown use not checked: h.{0..1}.a, h.{0..1}.b, h.{0..1}.c and 2 more;"
+        in (plan.lint().summary)
     )
     assert [("swapped", "w3")] == [
         (problem.kind, problem.subject)
@@ -443,3 +450,54 @@ def test_a_mesh_of_one_device_needs_no_rules():
     """Everything is replicated."""
     assert () == suggest(make_blocks(), "batch=1,model=1").rules
     assert Mesh(None, "batch=1,model=1") == suggest(make_blocks(), "batch=1,model=1").mesh
+
+
+WORDS = [*"abcdefgjlmnprstuxyz", "ask", "back", "join", "knit", "merge", "t1", "x0", "zip"]
+BLOCKS = {
+    "equal": {"q": (64, 64), "k": (64, 64), "v": (64, 64), "o": (64, 64)},
+    "wide": {"q": (64, 128), "k": (64, 128), "v": (64, 128), "o": (128, 64)},
+    "few keys": {"q": (64, 64), "k": (64, 32), "v": (64, 32), "o": (64, 64)},
+    "fused": {"qkv": (64, 192), "o": (64, 64)},
+    "keys and values": {"q": (64, 64), "kv": (64, 128), "o": (64, 64)},
+}
+MLPS = {
+    "none": {},
+    "mlp": {"up": (64, 256), "down": (256, 64)},
+    "gated": {"up": (64, 256), "gate": (64, 256), "down": (256, 64)},
+}
+ROWS = ("o", "down")
+
+
+@settings(max_examples=400 if EVERYTHING else 10)
+@given(st.data())
+def test_names_without_meaning_give_no_weight_the_role_of_another(data):
+    """A row takes the outputs of other kernels, and a column before a row passes its outputs. Lint accepts both."""
+    library = data.draw(st.sampled_from(["keras", "torch", "nnx", "pytree"]))
+    attention, mlp = data.draw(st.sampled_from([*BLOCKS])), data.draw(st.sampled_from([*MLPS]))
+    parts = [*BLOCKS[attention].items(), *MLPS[mlp].items()]
+    # The numbers of arrays show their order, if their sizes fit.
+    words = WORDS if library == "pytree" else [*WORDS, "b1", "b2", "b3", "b4"]
+    names = data.draw(st.permutations(words))[: len(parts)]
+    inner = data.draw(st.sampled_from(["", "mlp."]))
+    has_bias = library != "pytree" and data.draw(st.booleans())
+    found, specs, is_row = [make_weight("norm.scale", (64,))], {}, {}
+    order = data.draw(st.permutations([*zip(names, parts, strict=True)]))
+    turn = -1 if library == "torch" else 1
+    leaf = {"torch": ".weight", "pytree": ""}.get(library, ".kernel")
+    for name, (part, sizes) in sorted(order) if library in ("nnx", "pytree") else order:
+        for number in range(2):
+            layer = f"blocks.{number}.{inner if part in MLPS['gated'] else ''}{name}"
+            path, roles = f"{layer}{leaf}", ("in.0", "out.0")[::turn] if leaf else ()
+            found.append(make_weight(path, sizes[::turn], *roles))
+            found += [make_weight(f"{layer}.bias", sizes[1:], "out.0")] * has_bias
+            is_row[path] = part in ROWS
+            specs[f"{re.escape(path)}$"] = (("model", None) if part in ROWS else (None, "model"))[::turn]
+    plan = make_plan(found, suggest(found))
+    wrong = {}
+    for path, row in is_row.items():
+        reason = plan[path].match.rule.reason
+        if reason.startswith("row") != row and "unknown" not in reason and "and gathered" not in reason:
+            wrong[path] = reason
+
+    assert {} == wrong
+    assert [] == [*make_plan(found, LayoutMap("batch=2,model=4", specs, rest="replicated")).lint()]

@@ -143,6 +143,8 @@ warning: no rule matches these 2, so they are replicated; add rules, or set layo
 
 note: blocks.{0..1}.key.kernel: axis 1 cannot be split evenly, so it is replicated
 note: packed.kernel: axis 1 cannot be split evenly, so it is replicated
+
+Lint: 6 findings beside 2 errors of the plan; batches are assumed to be sharded over batch; to see them: plan.lint()
 """.strip()
 
 MEMORY = r"""

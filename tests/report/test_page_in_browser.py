@@ -196,7 +196,7 @@ def test_the_page_loads_nothing_and_tells_the_plan(browser, show):
 
     assert [] == browser.execute_script("return performance.getEntriesByType('resource')")
     assert f"{len(PLAN)} variables on stage=2, batch=2, model=4" == text(browser, "h1")
-    found = [p for p in PLAN.lint() if p not in PLAN.problems]
+    found = [p for p in PLAN.lint().problems if p not in PLAN.problems]
     notes = sum(p.severity == "note" for p in PLAN.problems)
     counts = f"{len(PLAN.errors)} error, {len(PLAN.warnings)} warnings, {notes} note, {len(found)} findings"
     assert f"Problems {counts} of lint" == text(browser, "#problems-heading")

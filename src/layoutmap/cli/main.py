@@ -61,7 +61,7 @@ from layoutmap.cli.users_code import UsersCodeError
 from layoutmap.core.errors import LayoutMapError, format_count
 from layoutmap.core.escaping import escape_text
 from layoutmap.engines import ENGINES
-from layoutmap.plan.problems import merge_problems
+from layoutmap.report.text import format_plan_text
 from layoutmap.rules.yaml_file import read_rules_file_schema
 from layoutmap.scope.plan import Plan
 
@@ -322,12 +322,12 @@ def _print_plan(
     """
     plan = plan.set_limits(device_memory=options.device_memory, strict=options.strict or plan.strict)
     memory, findings = plan.memory, plan.lint(options.batch_dim)
-    verdict = replace(plan.verdict, num_findings=len(merge_problems(findings.problems)))
+    verdict = replace(plan.verdict, num_findings=len(findings), num_unchecked=len(findings.unchecked_paths))
     explained = None if options.step is None else read_step_explanation_file(options.step)
     texts = {"--json": plan.to_json, "--html": lambda: plan.to_html(options.batch_dim, explained=explained)}
     out = write_files({path: texts[option]() for option, path in files.items()})
     width = get_line_width(out, options.wide)
-    rest = f"{plan.to_text(width)}\n\n{memory.to_text(width)}".removeprefix(str(plan.verdict))
+    rest = f"{format_plan_text(plan, width)}\n\n{memory.to_text(width)}".removeprefix(str(plan.verdict))
     first = verdict.format_text(as_command=True, excluded=excluded_option)
     print_text(first + translate_rules_to_yaml(rest), out, width)
     if findings:

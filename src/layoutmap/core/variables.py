@@ -41,10 +41,13 @@ class AxisRoles:
             axis of the output; an axis of a bias has the role of the kernel's axis to which it is added. `"rows"`: the
             rows of an embedding table. `""`: another role.
         head_size: The size of one attention head, if the layer stores all heads in one axis.
+        reads: The number of the tensor that the layer reads, in the order of calls. Layers with equal numbers read the
+            same tensor. `None`: unknown. Not compared, as the numbers of repeated blocks differ.
     """
 
     roles: tuple[str, ...]
     head_size: int | None = None
+    reads: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,6 +219,8 @@ def _convert_variable_to_json(assignment: Assignment) -> dict[str, Any]:
         written["use"] = variable.use.roles
         if variable.use.head_size is not None:
             written["head_size"] = variable.use.head_size
+        if variable.use.reads is not None:
+            written["reads"] = variable.use.reads
     if assignment.layout.host_memory:
         written["memory"] = assignment.layout.host_memory
     written["layout"] = _list_specs(assignment.layout)
@@ -267,8 +269,8 @@ def _convert_verdict_to_json(plan: PlanTable) -> dict[str, Any]:
     """Return the JSON fields of the verdict on a plan, such as whether the plan passes."""
     verdict = judge_plan(plan)
     fields = dataclasses.asdict(verdict)
-    # Lint counts findings after the plan is made, so a plan does not know their number.
-    del fields["num_findings"]
+    # Lint counts these after the plan is made, so a plan does not know their numbers.
+    del fields["num_findings"], fields["num_unchecked"]
     return {"passes": verdict.passes, "says": verdict.headline} | fields
 
 
@@ -322,6 +324,7 @@ class _VariableJson(_MatchJson, kw_only=True):
     model: str = ""
     use: tuple[str, ...] | None = None
     head_size: Count | None = None
+    reads: Number | None = None
     trainable: bool = True
     memory: Literal["", "pinned_host", "unpinned_host"] = ""
     global_init: str = ""
@@ -401,15 +404,16 @@ def _check_variable_fields(fields: _VariableJson, where: str) -> None:
         if values is not None and len(values) != len(fields.shape):
             why = f"it has entries for {len(values)} axes, and the shape has {len(fields.shape)}"
             raise make_plan_file_error(f"{where}.{name} does not fit the shape", why)
-    if fields.use is None and fields.head_size is not None:
-        raise make_plan_file_error(
-            f"{where}: 'head_size' is not known", "only a variable with 'use' has it", "delete this key"
-        )
+    for name in ("head_size", "reads"):
+        if fields.use is None and getattr(fields, name) is not None:
+            raise make_plan_file_error(
+                f"{where}: {name!r} is not known", "only a variable with 'use' has it", "delete this key"
+            )
 
 
 def _read_variable(fields: _VariableJson, where: str, mesh: Mesh) -> Assignment:
     _check_variable_fields(fields, where)
-    use = None if fields.use is None else AxisRoles(fields.use, fields.head_size)
+    use = None if fields.use is None else AxisRoles(fields.use, fields.head_size, fields.reads)
     variable = VariableSpec(
         fields.path,
         fields.shape,

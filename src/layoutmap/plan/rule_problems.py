@@ -22,7 +22,13 @@ from layoutmap.rules import presets
 from layoutmap.rules.index import RuleIndex
 from layoutmap.rules.keras_rules import anchor_keras_pattern, is_keras_rule, pad_rule_layout
 from layoutmap.rules.merged_rules import find_whole_path_pattern_parts, merge_patterns
-from layoutmap.rules.near_misses import MIN_WORD_SCORE, NearMissSearch, WordSearch, get_word_similarity
+from layoutmap.rules.near_misses import (
+    MIN_WORD_SCORE,
+    NearMissSearch,
+    WordSearch,
+    get_word_similarity,
+    has_one_other_letter,
+)
 from layoutmap.rules.patterns import Alternative, list_alternatives
 from layoutmap.rules.rules import Rules
 
@@ -120,7 +126,7 @@ def find_unused_rule_problems(
             if named
             else "rules match from the start of a path, and none of the model's "
             f"{format_count(count, 'path')} matches this pattern",
-            f'to match anywhere in a path: r"{_FLAGS.sub(_add_any_start, rule.pattern, count=1)}"'
+            f'to match anywhere in a path: r"{_correct_to_match_anywhere(rule, paths)}"'
             if rule.pattern in inside
             else f'did you mean r"{corrected}"? else delete it'
             if corrected
@@ -155,28 +161,11 @@ def _find_unused_alternative_problems(
     It is a note unless similar words match paths without a rule. A preset is for several models, so its alternatives
     are left out.
     """
-    found = [(rule, each) for rule in used for each in list_alternatives(rule.pattern)]
-    index = RuleIndex(
-        re.compile(anchor_keras_pattern(each.replace_by(rule.pattern[each.start : each.end])))
-        for rule, each in found
-    )
-    unmatched = set(range(len(found)))
-    for path in paths:
-        if not unmatched:
-            return
-        unmatched.difference_update(index.iterate_matching_positions(path))
     unruled = {path: ruled for path, ruled in paths.items() if ruled.rule is None and ruled.can_change}
-    alternatives: dict[Rule, list[Alternative]] = {}
-    for rule, each in (found[n] for n in sorted(unmatched)):
-        # If all inner alternatives of one match nothing, name only the outer one.
-        inner = alternatives.setdefault(rule, [])
-        inner[:] = [other for other in inner if not each.start <= other.start < each.end]
-        inner.append(each)
     left = MAX_COMPARISONS
-    for rule, unsorted in alternatives.items():
+    for rule, members in _find_unmatched_alternatives(used, paths).items():
         if rule.pattern in presets.list_patterns():
             continue
-        members = sorted(unsorted)
         texts = [rule.pattern[each.start : each.end] for each in members]
         # Matching a path takes less time than comparing two words, so 50 paths count as one comparison.
         left -= sum(len(_WORD.findall(text)) for text in texts) * (1 + len(unruled) // 50)
@@ -199,6 +188,45 @@ def _find_unused_alternative_problems(
         )
 
 
+def _find_unmatched_alternatives(
+    rules: Iterable[Rule], paths: Iterable[str]
+) -> Mapping[Rule, Sequence[Alternative]]:
+    """Return a dict from each rule to its alternatives that match no path, in their order, if it has any."""
+    found = [(rule, each) for rule in rules for each in list_alternatives(rule.pattern)]
+    index = RuleIndex(
+        re.compile(anchor_keras_pattern(each.replace_by(rule.pattern[each.start : each.end])))
+        for rule, each in found
+    )
+    unmatched = set(range(len(found)))
+    for path in paths:
+        if not unmatched:
+            break
+        unmatched.difference_update(index.iterate_matching_positions(path))
+    alternatives: dict[Rule, list[Alternative]] = {}
+    for rule, each in (found[n] for n in sorted(unmatched)):
+        # If all inner alternatives of one match nothing, name only the outer one.
+        inner = alternatives.setdefault(rule, [])
+        inner[:] = [other for other in inner if not each.start <= other.start < each.end]
+        inner.append(each)
+    return {rule: sorted(members) for rule, members in alternatives.items()}
+
+
+def _correct_to_match_anywhere(rule: Rule, paths: Mapping[str, PathRule]) -> str:
+    """Return the pattern of a rule with `.*` at its start, and with its unmatched alternatives corrected or deleted."""
+    rule = replace(rule, pattern=_FLAGS.sub(_add_any_start, rule.pattern, count=1))
+    pattern, unruled = rule.pattern, {path: ruled for path, ruled in paths.items() if ruled.rule is None}
+    for each in reversed(_find_unmatched_alternatives([rule], paths).get(rule, ())):
+        _, text = _find_alternative_correction(rule, each, unruled)
+        after = pattern[each.end :]
+        if text:
+            pattern = pattern[: each.start] + text + after
+        elif after.startswith("|"):
+            pattern = pattern[: each.start] + after[1:]
+        else:
+            pattern = pattern[: each.start].removesuffix("|") + after
+    return pattern
+
+
 def _find_alternative_correction(
     rule: Rule, alternative: Alternative, unruled: Mapping[str, PathRule]
 ) -> tuple[list[str], str]:
@@ -212,8 +240,11 @@ def _find_alternative_correction(
         pattern = alternative.replace_by(f"{before}{start}(?P<_word>[A-Za-z_]+){after}")
         regex = re.compile(anchor_keras_pattern(pattern))
         others = sorted({match["_word"] for path in unruled if (match := regex.match(path))})
+        # A short word is similar to many others, so only one of them may differ in a letter.
+        short = [other for other in others if has_one_other_letter(word[0], other)]
         for other in others:
-            if (score := get_word_similarity(word[0], other)) >= MIN_WORD_SCORE:
+            score = get_word_similarity(word[0], other)
+            if score >= MIN_WORD_SCORE or [other] == short:
                 corrected = f"{before}{other}{after}"
                 gained = _list_gained_paths(rule, alternative.replace_by(corrected), unruled, {})
                 corrections.append((score, gained, corrected))

@@ -73,6 +73,7 @@ class Verdict:
         advice: Changes with which a device needs less memory, the best first; empty if the model fits.
         untried: Changes whose memory was not computed, because that takes too long, in words.
         num_findings: The number of findings of lint, if lint was asked.
+        num_unchecked: The number of sharded weights that lint could not check, if lint was asked.
     """
 
     num_errors: int
@@ -87,6 +88,7 @@ class Verdict:
     advice: tuple[Advice, ...]
     untried: tuple[str, ...] = ()
     num_findings: int = 0
+    num_unchecked: int = 0
 
     @property
     def passes(self) -> bool:
@@ -112,6 +114,8 @@ class Verdict:
             format_count(self.num_warnings, "warning") + self.strict * ", which strict counts as errors"
         )
         findings = f", {format_count(self.num_findings, 'finding')} of lint" if self.num_findings else ""
+        if self.num_unchecked:
+            findings += f", {format_count(self.num_unchecked, 'sharded weight')} not checked"
         texts = [
             (self.num_errors, errors),
             (self.missing, f"incomplete: {self.missing}"),

@@ -233,6 +233,11 @@ def get_word_similarity(word: str, other: str) -> float:
     return max(MIN_WORD_SCORE * is_typo, difflib.SequenceMatcher(None, word, other).ratio())
 
 
+def has_one_other_letter(word: str, other: str) -> bool:
+    """Return whether a word of two or three letters differs from another one in a single letter."""
+    return len(word) == len(other) in (2, 3) and sum(map(str.__ne__, word, other)) == 1
+
+
 def _has_prefixes_in_order(words: Sequence[str], parts: Sequence[str]) -> bool:
     """Return whether each word is a prefix of a part of the path, in the order of the parts."""
     rest = iter(parts)

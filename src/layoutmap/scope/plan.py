@@ -394,7 +394,9 @@ class Plan(PlanTable):
             width: Width of a table in characters, as of a terminal. Columns are left out or shortened, and the line
                 below the table names them. `None`: all columns.
         """
-        return format_plan_text(self, width)
+        findings = self.lint()
+        line = f"\n\nLint: {findings.summary}; to see them: plan.lint()" if findings else ""
+        return format_plan_text(self, width) + line
 
     __str__ = to_text
 

@@ -45,7 +45,7 @@ def describe_variables(registry: Registry) -> list[DescribedVariable]:
     """Describe all variables of a scope: first those of its models in model order, then the rest."""
     layers, optimizers = registry.list_layers(), _find_outer_optimizers(registry.list_optimizers())
     known = _sort_variables(registry, layers, optimizers)
-    entries = list(_describe_variables_in_layers(layers))
+    entries = list(_describe_variables_in_layers(layers, registry.number_inputs()))
     slots = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
     entries += _describe_untracked_variables(
         layers, known, {id(entry.variable) for entry in entries} | slots, registry.find_standalone_kind
@@ -170,10 +170,15 @@ def _iterate_root_layers_with_names(layers: Sequence[object]) -> Iterator[tuple[
         yield model, "" if isinstance(root, keras.Model) else f"{name}.", root
 
 
-def _describe_variables_in_layers(layers: Sequence[object]) -> Iterator[DescribedVariable]:
-    """Yield the variables of all layers with their descriptions, each variable once."""
+def _describe_variables_in_layers(
+    layers: Sequence[object], inputs: Mapping[int, int]
+) -> Iterator[DescribedVariable]:
+    """Yield the variables of all layers with their descriptions, each variable once.
+
+    `inputs` has the number of the input of each layer by the id of the layer.
+    """
     seen: set[int] = set()
-    derivations, uses = find_derivations_by_variable_id(layers), find_weight_axis_roles(layers)
+    derivations, uses = find_derivations_by_variable_id(layers), find_weight_axis_roles(layers, inputs)
     for model, prefix, root in _iterate_root_layers_with_names(layers):
         for entry in _describe_variables_in_layer(root, model, prefix, derivations, uses):
             if id(entry.variable) not in seen:

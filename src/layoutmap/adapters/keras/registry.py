@@ -32,6 +32,8 @@ class Registry:
         self.version = 0
         self._layers: list[weakref.ref[Any]] = []
         self._optimizers: list[weakref.ref[object]] = []
+        # Last inputs of layers in the order of the calls. A stored input keeps its id, which a new one could get.
+        self._inputs = weakref.WeakKeyDictionary[Any, object]()
         self._records: dict[int, _VariableRecord] = {}  # records by the variable's id, in order of creation
         self._records_by_keras_layout: dict[int, _VariableRecord] = {}  # by the id of a variable's `_layout`
 
@@ -60,6 +62,17 @@ class Registry:
         layers = [layer for ref in self._layers if (layer := ref()) is not None]
         # For a subclass of a Functional model, Keras creates a first object without `__init__`, which is no layer.
         return [layer for layer in layers if hasattr(layer, "built")]
+
+    def record_input(self, layer: object, layer_input: object) -> None:
+        """Record the input of a layer in its latest call."""
+        self._inputs.pop(layer, None)
+        self._inputs[layer] = layer_input
+
+    def number_inputs(self) -> Mapping[int, int]:
+        """Return a dict from the id of each called layer to the number of its input, equal for the same input."""
+        inputs = [(id(layer), id(layer_input)) for layer, layer_input in self._inputs.items()]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(key for _, key in inputs))}
+        return {layer: numbers[key] for layer, key in inputs}
 
     def list_optimizers(self) -> list[Any]:
         """Return the optimizers that still exist."""

@@ -12,7 +12,7 @@ The roles of weights in custom layers are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import keras
 
@@ -25,8 +25,11 @@ _HEAD_SIZES = ("head_dim", "key_value_dim")
 """Attributes with the size of a head, in attention layers that have all heads in one axis."""
 
 
-def find_weight_axis_roles(layers: Iterable[object]) -> dict[int, AxisRoles]:
-    """Return a dict from the id of a weight to the known roles of its axes in its layer's computation."""
+def find_weight_axis_roles(layers: Iterable[object], inputs: Mapping[int, int]) -> dict[int, AxisRoles]:
+    """Return a dict from the id of a weight to the known roles of its axes in its layer's computation.
+
+    `inputs` has the number of the input of each layer by the id of the layer.
+    """
     layers = list(layers)
     head_sizes = {
         id(child): size
@@ -40,7 +43,9 @@ def find_weight_axis_roles(layers: Iterable[object]) -> dict[int, AxisRoles]:
         for attribute, roles in _iterate_weight_roles(layer):
             variable = getattr(layer, attribute, None)
             if isinstance(variable, keras.Variable) and len(variable.shape) == len(roles):
-                found.setdefault(id(variable), AxisRoles(roles, head_sizes.get(id(layer))))
+                found.setdefault(
+                    id(variable), AxisRoles(roles, head_sizes.get(id(layer)), inputs.get(id(layer)))
+                )
     return found
 
 

@@ -3,7 +3,7 @@
     "sum over the batch dim" a summed axis of a kernel, or a table, is sharded over the dim of the batch
     "swapped"                a layer's output is sharded over another dim than the next layer's input
     "replicated partner"     a kernel is replicated, and the kernel before or after it is sharded along the common axis;
-                             or a bias without a rule is replicated, and its kernel's outputs and other biases are not
+                             or a bias is replicated, and its kernel's outputs and other biases are not
     "query, key, value"      these kernels of an attention layer are sharded differently
     "heads"                  the shards of an attention kernel split a head
     "replicated table"       an embedding table is replicated, while most other weights are sharded
@@ -30,10 +30,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
-from layoutmap.core.errors import PlanError, format_count
+from layoutmap.core.errors import PlanError, format_count, join_names
 from layoutmap.core.escaping import escape_text
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
+from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.specs import BatchDim, format_batch_dim, make_spec
 from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
@@ -46,9 +48,11 @@ from layoutmap.plan.problems import Problem, merge_problems
 from layoutmap.plan.table import PlanTable
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Findings:
     """Store the problems that lint found in a plan. A `Findings` without problems is false in a condition.
+
+    Iteration yields one problem for equal problems of repeated blocks, as `print` shows them.
 
     Args:
         problems: Each finding, with its evidence in `facts` and a fix.
@@ -56,41 +60,51 @@ class Findings:
         is_known: Whether the user or the model determines `batch_dim`, so that it is not guessed from activation rules
             or from the name of a dim.
         num_errors: The number of the plan's errors. Variables that do not fit their layouts are not checked.
-        num_unknown: The number of sharded weights with several axes of unknown roles, which most checks leave out.
+        unchecked_paths: The paths of sharded weights with several axes of unknown roles, which most checks leave out.
     """
 
     problems: tuple[Problem, ...]
     batch_dim: BatchDim | None
     is_known: bool = False
     num_errors: int = 0
-    num_unknown: int = 0
+    unchecked_paths: tuple[str, ...] = ()
+
+    @cached_property
+    def _merged_problems(self) -> tuple[Problem, ...]:
+        return tuple(merge_problems(self.problems))
 
     def __iter__(self) -> Iterator[Problem]:
-        return iter(self.problems)
+        return iter(self._merged_problems)
 
     def __len__(self) -> int:
-        return len(self.problems)
+        return len(self._merged_problems)
 
     def __str__(self) -> str:
-        lines = [f"{escape_text(problem.kind)}: {problem}\n" for problem in merge_problems(self.problems)]
+        lines = [f"{escape_text(problem.kind)}: {problem}\n" for problem in self]
         return "\n".join([*lines, f"Lint: {self.summary}"])
 
     def __repr__(self) -> str:
         return f"<Findings: {self.summary}>"
 
     def _repr_html_(self) -> str:
-        rows = [(p.kind, p.what, p.why, p.fix) for p in merge_problems(self.problems)]
+        rows = [(p.kind, p.what, p.why, p.fix) for p in self]
         return format_html_table(f"Lint: {self.summary}", ("kind", "what", "why", "fix"), rows)
 
     @property
     def summary(self) -> str:
         """The number of findings, and the mesh dims over which batches are sharded, in one line."""
-        count = len(merge_problems(self.problems))
-        found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
+        found = format_count(len(self), "finding") if self else "nothing found"
         if self.num_errors:
             found += f" beside {format_count(self.num_errors, 'error')} of the plan"
-        if self.num_unknown:
-            found += f"; {format_count(self.num_unknown, 'sharded weight')} of unknown use not checked"
+        if self.unchecked_paths:
+            groups: dict[tuple[str, ...], list[str]] = {}
+            for path in self.unchecked_paths:
+                groups.setdefault(split_path_at_numbers(path), []).append(path)
+            names = [escape_text(format_merged_paths(paths)) for paths in groups.values()]
+            found += (
+                f"; {format_count(len(self.unchecked_paths), 'sharded weight')} of unknown use not checked: "
+            )
+            found += join_names(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         if self.batch_dim:
             how = "are sharded" if self.is_known else "are assumed to be sharded"
             return f"{found}; batches {how} over {escape_text(format_batch_dim(self.batch_dim))}"
@@ -112,7 +126,8 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
     found = [*add_rule_changes_to_fixes(findings, linted.plan)]
     if plan.cost is not None:
         found += load_cost_package().find_cost_problems(linted)
-    return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors), len(linted.unchecked_weights))
+    unknown = tuple(a.variable.path for a in linted.unchecked_weights)
+    return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors), unknown)
 
 
 def make_linted_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[LintedPlan, bool]:

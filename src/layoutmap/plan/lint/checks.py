@@ -102,19 +102,27 @@ def _make_swapped_layout(w: Weight, first_axis: int, second_axis: int) -> Layout
 # A layout can be valid and still a mistake, so compare the layouts of consecutive kernels (decisions/0022).
 def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
     """Yield findings for consecutive kernels that are sharded differently along their common axis, or not along it."""
+    seen = set[object]()
     for block in linted.blocks:
+        kernels = linted.find_attention_kernels(block)
         for first, second in iterate_kernel_pairs(linted, block):
-            for out, into in zip(first.list_axes("out"), second.list_axes("in"), strict=True):
-                ours, theirs = first.list_dims(out), second.list_dims(into)
-                if ours and theirs and ours != theirs:
-                    yield _extend_finding_to_key_and_value(
-                        linted.find_attention_kernels(block),
-                        _make_mismatch_finding(linted, first, out, second, into),
-                    )
-                    break
-            else:
-                for finding in _find_unsharded_common_axis(linted, first, second):
-                    yield _extend_finding_to_key_and_value(linted.find_attention_kernels(block), finding)
+            for found in _find_pair_mismatches(linted, first, second):
+                finding = _extend_finding_to_key_and_value(kernels, found)
+                # A kernel after several, such as query, key, and value, needs only one finding.
+                key = found.problem.subject, tuple((id(a), layout) for a, layout in found.changes)
+                if key not in seen:
+                    yield finding
+                seen.add(key)
+
+
+def _find_pair_mismatches(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
+    """Yield the findings for two consecutive kernels."""
+    for out, into in zip(first.list_axes("out"), second.list_axes("in"), strict=True):
+        ours, theirs = first.list_dims(out), second.list_dims(into)
+        if ours and theirs and ours != theirs:
+            yield _make_mismatch_finding(linted, first, out, second, into)
+            return
+    yield from _find_unsharded_common_axis(linted, first, second)
 
 
 def _extend_finding_to_key_and_value(kernels: Mapping[str, Weight], finding: Finding) -> Finding:
@@ -270,10 +278,11 @@ def _find_replicated_neighbor_kernels(linted: LintedPlan, changed: Mapping[int, 
 
 
 def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -> Iterator[Finding]:
-    """Yield a finding for each bias that no rule matches, if its kernel's outputs are sharded, and so are other biases.
+    """Yield a finding for each replicated bias, if its kernel's outputs are sharded, and so are other biases.
 
-    A replicated bias costs little, so with `rest`, rules that shard no bias are no mistake. Without `rest`, each bias
-    needs a rule.
+    A replicated bias costs little, so with `rest`, rules that shard no bias are no mistake, and neither is a rule that
+    replicates a bias, unless that of an equal kernel of the same block is sharded. Without `rest`, each bias needs a
+    rule.
 
     Args:
         linted: The plan.
@@ -286,12 +295,17 @@ def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -
         for a in [kernel.assignment]
     ]
     layouts = [make_bias_layout(w, kernel) for w, kernel, _ in pairs]
-    has_sharded = any(layout == w.layout for layout, (w, _, _) in zip(layouts, pairs, strict=True))
+    kernels_of_sharded = [
+        kernel for layout, (w, kernel, _) in zip(layouts, pairs, strict=True) if layout == w.layout
+    ]
+    has_sharded, sharded = bool(kernels_of_sharded), {*map(_make_equal_kernel_key, kernels_of_sharded)}
     for layout, (w, kernel, is_changed) in zip(layouts, pairs, strict=True):
         match = w.assignment.match
         dims = {dim for axis in kernel.list_axes("out") for dim in kernel.list_dims(axis)}
         is_expected = layout is None or not w.layout.is_fully_replicated() or dims & {*linted.batch_dims}
-        if is_expected or id(w.assignment) in changed or not match or match.rule or match.has_existing_layout:
+        if is_expected or id(w.assignment) in changed or not match or match.has_existing_layout:
+            continue
+        if match.rule and _make_equal_kernel_key(kernel) not in sharded:
             continue
         if match.has_rest_layout and not has_sharded:
             continue
@@ -306,6 +320,11 @@ def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -
             "shard it as its kernel's outputs are",
             layout,
         )
+
+
+def _make_equal_kernel_key(kernel: Weight) -> object:
+    """Return a key that is equal for kernels of one block with equal shapes and layouts, such as query and value."""
+    return kernel.assignment.variable.model, kernel.block, kernel.shape, kernel.layout
 
 
 def _find_attention_mismatches(linted: LintedPlan) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ from layoutmap.core.paths import find_repeated_layers, split_path_at_numbers
 from layoutmap.core.variables import AxisRoles, Kind, VariableSpec
 
 ATTENTION_PARTS = {
-    part: re.compile(rf"(.*_)?w?({part[0]}|{part})(_(dense|proj|projector|projection))?")
+    part: re.compile(rf"(.*_)?w?({part[0]}+|{part[:3]}|{part})(_(dense|proj|projector|projection))?")
     for part in ("query", "key", "value")
 }
 FUSED_QKV = re.compile(r"(.*_)?w?(qkv|query_key_value)(_(dense|proj|projector|projection))?")
@@ -160,7 +160,8 @@ def _infer_attention_roles(block: Sequence[_UnknownWeight]) -> _Roles:
     if any(len(part) != 1 for part in parts) or len({len(part[0].shape) for part in parts}) > 1:
         return
     query, key, value = (part[0] for part in parts)
-    takers = [a for a in outputs if len(a.shape) == len(query.shape)]
+    rest = [a for a in block if not any(a in part for part in parts)]
+    takers = [a for a in outputs or rest * (len(rest) == 1) if len(a.shape) == len(query.shape)]
     if len(query.shape) == 3:  # (features, heads, size), and (heads, size, features) of the output
         for array in (query, key, value):
             yield array, ("in.0", "out.0", "out.1")

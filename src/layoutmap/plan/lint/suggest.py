@@ -5,6 +5,7 @@ The plan's list of replicated variables, the fix for a variable without a rule, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
     is_attention_output,
-    iterate_fused_pairs,
+    iterate_list_pairs,
     make_sibling_key,
 )
 
@@ -70,14 +71,21 @@ class LayoutSuggestions:
         for part in self._qkv_by_id.get(id(w), ()):
             if dims := part.list_dims(part.list_axes("out")[0]):
                 return self._make_even_layout(w, out, dims)
+        is_row = id(w) in self._row_sharded_kernel_ids
+        makers, is_paired = self._linted.kernels_before.get(id(w), ()), id(w) in self._linted.kernels_after
+        # If no next kernel reads sharded inputs, sharded outputs would be gathered, so then shard the input axis.
+        is_last_row = not is_paired and any(
+            maker.list_dims(maker.list_axes("in")[0]) or id(maker) in self._row_sharded_kernel_ids
+            for maker in makers
+        )
         for bias in self._linted.biases.get((w.assignment.variable.model, w.layer), ()):
             axes = [axis for axis, role in enumerate(bias.use.roles) if role == w.use.roles[out]]
             dims = self._remove_batch_dims(bias.list_dims(axes[0])) if axes else ()
-            if dims and id(w) not in self._row_sharded_kernel_ids and not self._is_odd_bias(bias):
+            if dims and not (is_row or is_last_row or self._is_odd_bias(bias)):
                 return self._make_even_layout(w, out, dims)
         if sibling := self._find_sibling_layout(w.assignment):
             return sibling
-        if id(w) in self._row_sharded_kernel_ids:
+        if is_row:
             dims = self._remove_batch_dims(
                 self.previous_kernels[id(w)].list_dims(self.previous_kernels[id(w)].list_axes("out")[0])
             )
@@ -87,12 +95,7 @@ class LayoutSuggestions:
                 else self._suggest_layout_over_largest_dim(w, into)
             )
             return row or self._suggest_layout_over_batch_dim(w, out)
-        makers, is_paired = self._linted.kernels_before.get(id(w), ()), id(w) in self._linted.kernels_after
-        # If no next kernel reads sharded inputs, sharded outputs would be gathered, so then shard the input axis.
-        if not is_paired and any(
-            maker.list_dims(maker.list_axes("in")[0]) or id(maker) in self._row_sharded_kernel_ids
-            for maker in makers
-        ):
+        if is_last_row:
             return self._suggest_layout_over_largest_dim(w, into)
         found = self._suggest_layout_over_largest_dim(w, out)
         if is_paired or makers or (found and self._remove_batch_dims(found.list_mesh_dims(out))):
@@ -215,16 +218,9 @@ class LayoutSuggestions:
 
     @cached_property
     def previous_kernels(self) -> Mapping[int, Weight]:
-        """A dict from the id of a kernel to the last kernel before it in the block with outputs of its input size."""
-        found: dict[int, Weight] = {}
-        for block in self._linted.blocks:
-            outputs: dict[tuple[int, ...], Weight] = {}
-            for w in block:
-                if w.list_axis_sizes("in") in outputs:
-                    found[id(w)] = outputs[w.list_axis_sizes("in")]
-                outputs[w.list_axis_sizes("out")] = w
-            found |= {id(taker): fused for fused, taker in iterate_fused_pairs(block)}
-        return found
+        """A dict from the id of a kernel to the last kernel that computes its input."""
+        chains = (pair for block in self._linted.blocks for pair in iterate_list_pairs(block))
+        return {id(second): first for first, second in itertools.chain(chains, self._linted.kernel_pairs)}
 
     @cached_property
     def _row_sharded_kernel_ids(self) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -167,6 +167,16 @@ class LintedPlan:
         """The pairs of kernels in which the second takes the output of the first."""
         return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
 
+    def count_sizes(self, sizes: Sequence[int]) -> int:
+        """Return how many axes of the model's weights have one of these sizes."""
+        return sum(map(self._axis_counts.__getitem__, sizes))
+
+    @cached_property
+    def _axis_counts(self) -> Counter[int]:
+        return Counter(
+            size for a in self.plan.assignments if a.variable.kind is Kind.WEIGHT for size in a.variable.shape
+        )
+
     @cached_property
     def kernels_before(self) -> Mapping[int, Sequence[Weight]]:
         """A dict from the id of a kernel to the kernels that compute its input."""
@@ -288,14 +298,28 @@ class LintedPlan:
         }
         return {part: each[0] for part, each in found.items()} if _has_one_kernel_per_part(found) else {}
 
+    def find_attention_output(self, block: Sequence[Weight]) -> Weight | None:
+        """Return the output kernel of an attention block by its name, or as the only one beside query, key, and value.
+
+        Return None if no kernel has the name, and the block has several others, or one of other sizes.
+        """
+        parts = self.find_attention_kernels(block)
+        takers = [w for w in block if is_attention_output(w)]
+        if parts and not takers:
+            ids, sizes = {*map(id, parts.values())}, parts["query"].list_axis_sizes("out")
+            rest = [w for w in block if id(w) not in ids]
+            takers = [w for w in rest if len(rest) == 1 and w.list_axis_sizes("in") == sizes]
+        return takers[0] if len(takers) == 1 else None
+
     def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
         """Return the mesh dims over which most attention kernels of a block shard heads, or () if no dims fit.
 
         Dims of the batch are returned only if no kernel uses other dims.
         """
         parts = self.find_attention_kernels(block)
-        takers = [w for w in block if is_attention_output(w)]
-        members = [(w, "out") for w in parts.values()] + [(w, "in") for w in takers if len(takers) == 1]
+        members = [(w, "out") for w in parts.values()]
+        if taker := self.find_attention_output(block):
+            members.append((taker, "in"))
         dims = [found for w, role in members if (found := w.list_dims(w.list_axes(role)[0]))]
         fitting = [
             each
@@ -333,15 +357,26 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             yield from _iterate_wide_pairs(sizes, block)
         elif takers and not any(w is takers[0] for w in makers):
             (taker,) = takers
-            yield from ((maker, taker) for maker in makers if order[id(maker)] < order[id(taker)])
+            outer = taker.list_axis_sizes("out")
+            is_unclear = len(ins.get(outer, ())) == len(outs.get(outer, ())) == 1
+            are_siblings = len(makers) > 1 and {w.list_axis_sizes("in") for w in makers} == {outer}
+            for maker in makers:
+                is_first = are_siblings or order[id(maker)] < order[id(taker)]
+                if is_unclear and maker.list_axis_sizes("in") == outer:
+                    is_first = _is_first_of_two(linted, maker, taker, is_first)
+                if is_first:
+                    yield maker, taker
     query = linted.find_attention_kernels(block).get("query")
-    takers = [w for w in block if is_attention_output(w)]
+    pairs = [*_iterate_pairs_by_inputs(block)]
+    yield from pairs
+    taker = linted.find_attention_output(block)
     if (
-        query is not None
-        and len(takers) == 1
-        and query.list_axis_sizes("out") == query.list_axis_sizes("in") == takers[0].list_axis_sizes("in")
+        not pairs
+        and query is not None
+        and taker is not None
+        and query.list_axis_sizes("out") == query.list_axis_sizes("in") == taker.list_axis_sizes("in")
     ):
-        yield query, takers[0]
+        yield query, taker
     seconds = [
         w
         for w in block
@@ -354,6 +389,45 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             for first in firsts
             if first.list_axis_sizes("in") == first.list_axis_sizes("out")
         )
+
+
+def _iterate_pairs_by_inputs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield pairs of a square kernel and its taker, the next called one after three or more that read one tensor."""
+    groups: dict[int, list[Weight]] = defaultdict(list)
+    for w in block:
+        if w.use.reads is not None:
+            groups[w.use.reads].append(w)
+    for makers, takers in itertools.pairwise(groups[number] for number in sorted(groups)):
+        if len(makers) > 2 and len(takers) == 1:
+            sizes = takers[0].list_axis_sizes("in")
+            squares = [w for w in makers if sizes == w.list_axis_sizes("in") == w.list_axis_sizes("out")]
+            yield from ((w, takers[0]) for w in squares)
+
+
+def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight, is_listed_first: bool) -> bool:
+    """Return whether `other` takes the output of `w` and not `w` that of `other`, if their sizes allow both.
+
+    Names decide, then the sizes: the one between the two occurs less often than the width of the model. The order of
+    layers decides last, because some libraries sort layers by their names.
+    """
+    for first, second in ((w, other), (other, w)):
+        if FIRST_KERNEL.fullmatch(first.layer_name) and SECOND_KERNEL.fullmatch(second.layer_name):
+            return first is w
+    inner, outer = (linted.count_sizes(w.list_axis_sizes(role)) for role in ("out", "in"))
+    return is_listed_first if inner == outer else inner < outer
+
+
+def iterate_list_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield each two consecutive kernels of a list of layers, if their sizes show that each takes the one before.
+
+    Equal sizes do not show it, as of the query, key, value, and output layers in one list.
+    """
+    numbered = [w for w in block if w.layer_name.isdigit()]
+    pairs = [*itertools.pairwise(numbered)]
+    if len({w.shape for w in numbered}) > 1 and all(
+        first.list_axis_sizes("out") == second.list_axis_sizes("in") for first, second in pairs
+    ):
+        yield from pairs
 
 
 def _iterate_wide_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
