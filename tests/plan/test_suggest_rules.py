@@ -423,6 +423,15 @@ def test_weights_are_sharded_over_the_batch_dim_of_a_mesh_without_another():
     }
 
 
+def test_a_table_is_not_sharded_over_the_batch_dim_if_a_compiler_places_its_outputs():
+    """Lint would report it: each step gathers or sums the outputs of the table, and no rule says where."""
+    plan = make_plan(make_blocks(), LayoutMap("batch=8"))
+    for is_free, is_sharded in ((False, True), (True, False)):
+        patterns = [r.pattern for r in suggest_rules(replace(plan, free_activations=is_free)).rules]
+        assert is_sharded == any("tokens" in each for each in patterns), patterns
+        assert any("up" in each for each in patterns)
+
+
 def test_the_batch_dim_of_another_name_shards_no_weight():
     """The largest other dim does."""
     rules = suggest(make_blocks(), "x=8,y=2", "x").rules

@@ -36,7 +36,8 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
         plan: The plan. Its layouts have no effect.
         batch_dim: The mesh dim over which batches are sharded; `None`: all dims with a usual name for that.
     """
-    plan = make_plan_table([a.variable for a in plan.assignments], RuleSet(plan.mesh), complete=False)
+    variables, is_free = [a.variable for a in plan.assignments], plan.free_activations
+    plan = make_plan_table(variables, RuleSet(plan.mesh), complete=False, free_activations=is_free)
     batch_dims = list_batch_dims(batch_dim) or list_dims_with_batch_names(plan.mesh)
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:

@@ -35,7 +35,7 @@ def _find_sums_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
     """Yield a finding for each kernel with a summed axis that is sharded over the batch dim."""
     batch = linted.batch_dim
     # With activation rules, or if no compiler chooses layouts, each step gathers the weight, as the user intends.
-    if batch is None or linted.plan.activations or not linted.plan.free_activations:
+    if batch is None or not linted.are_batch_outputs_free:
         return
     for w in linted.kernels:
         axes = [axis for axis in w.list_axes("in") if {*w.list_dims(axis)} & {*linted.batch_dims}]
@@ -62,7 +62,7 @@ def find_tables_over_batch_dim(linted: LintedPlan) -> Iterator[Finding]:
     Later layers then sum over the sharded features of its outputs, or gather them.
     """
     batch = linted.batch_dim
-    if batch is None or linted.plan.activations or not linted.plan.free_activations:
+    if batch is None or not linted.are_batch_outputs_free:
         return
     suggestions = LayoutSuggestions(linted)
     for w in linted.weights:

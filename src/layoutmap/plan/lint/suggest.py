@@ -55,7 +55,10 @@ class LayoutSuggestions:
         if (w is None and len(a.variable.shape) == 1) or id(a) in self._linted.experts.routers:
             return None
         if w is None or w.list_axes("rows"):
-            return self._find_sibling_layout(a) or self._suggest_first_even_axis_layout(a, w)
+            sibling = self._find_sibling_layout(a)
+            if sibling and w and self._linted.are_batch_outputs_free and not self._has_other_dim(sibling):
+                sibling = None
+            return sibling or self._suggest_first_even_axis_layout(a, w)
         is_kernel = w.list_axes("in") and w.list_axes("out")
         return self._suggest_kernel_layout(w) if is_kernel else self._suggest_bias_layout(w)
 
@@ -170,6 +173,8 @@ class LayoutSuggestions:
         """
         shape, dims = a.variable.shape, self._dims
         rows = table.list_axes("rows") if table else ()
+        if table and self._linted.are_batch_outputs_free:  # lint would report a table over the batch dim
+            dims = [dim for dim in dims if dim.name not in self._linted.batch_dims]
         axes = sorted(range(len(shape)), key=lambda axis: (axis not in rows, -shape[axis]))
         if self._linted.is_expert_stack(a):
             dims = sorted(dims, key=lambda dim: dim.name not in NAMES_OF_EXPERTS)
@@ -183,9 +188,11 @@ class LayoutSuggestions:
     def suggest_table_layout(self, w: Weight) -> Layout:
         """Return a layout for a table over no dim of the batch. It is replicated if no other dim fits."""
         whole = Layout.replicated(w.layout.mesh, w.layout.rank)
-        found = self._suggest_first_even_axis_layout(replace(w.assignment, layout=whole), w)
-        dims = found and {dim for axis in range(found.rank) for dim in found.list_mesh_dims(axis)}
-        return whole if found is None or (dims and dims & {*self._linted.batch_dims}) else found
+        return self._suggest_first_even_axis_layout(replace(w.assignment, layout=whole), w) or whole
+
+    def _has_other_dim(self, layout: Layout) -> bool:
+        """Return whether a layout shards an axis over another dim than those of the batch."""
+        return any(self._remove_batch_dims(layout.list_mesh_dims(axis)) for axis in range(layout.rank))
 
     def _remove_batch_dims(self, dims: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dim for dim in dims if dim not in self._linted.batch_dims)

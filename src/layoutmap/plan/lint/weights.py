@@ -149,6 +149,11 @@ class LintedPlan:
             if key in by_key
         ]
 
+    @property
+    def are_batch_outputs_free(self) -> bool:
+        """Whether a compiler chooses how to gather what is sharded over the batch dim, because no rule says it."""
+        return self.batch_dim is not None and not self.plan.activations and self.plan.free_activations
+
     @cached_property
     def kernels(self) -> list[Weight]:
         """The weights of matrix products: those with summed axes and output axes."""
