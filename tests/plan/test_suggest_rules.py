@@ -425,11 +425,12 @@ def test_weights_are_sharded_over_the_batch_dim_of_a_mesh_without_another():
 
 def test_a_table_is_not_sharded_over_the_batch_dim_if_a_compiler_places_its_outputs():
     """Lint would report it: each step gathers or sums the outputs of the table, and no rule says where."""
-    plan = make_plan(make_blocks(), LayoutMap("batch=8"))
-    for is_free, is_sharded in ((False, True), (True, False)):
-        patterns = [r.pattern for r in suggest_rules(replace(plan, free_activations=is_free)).rules]
-        assert is_sharded == any("tokens" in each for each in patterns), patterns
-        assert any("up" in each for each in patterns)
+    plan = replace(make_plan(make_blocks(), LayoutMap("batch=8")), free_activations=True)
+    table, *others = suggest_rules(plan).rules
+    assert r"tokens\.embeddings$" == table.pattern
+    assert table.layout.is_fully_replicated()
+    assert "replicated: over batch, each step would gather or sum the outputs of a table" == table.reason
+    assert all("FSDP" in each.reason for each in others)
 
 
 def test_the_batch_dim_of_another_name_shards_no_weight():

@@ -313,6 +313,8 @@ class _ReasonMaker:
         axes = range(len(shape))
         if len(shape) == 1:
             return "replicated: a vector is small"
+        if w is not None and w.list_axes("rows") and self._dim in self._linted.batch_dims:
+            return f"replicated: over {self._dim}, each step would gather or sum the outputs of a table"
         if w is not None and w.list_axes("in") and w.list_axes("out"):
             is_row = any(
                 not maker.layout.is_fully_replicated() for maker in self._linted.kernels_before.get(id(w), ())
