@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cached_property, wraps
 from importlib import import_module
 from typing import Any, ParamSpec
 
@@ -160,7 +160,11 @@ class Plan(PlanTable):
             <BLANKLINE>
             Lint: 1 finding; batches are assumed to be sharded over batch
         """
-        return lint_plan(self, batch_dim)
+        return self._findings if batch_dim is None else lint_plan(self, batch_dim)
+
+    @cached_property
+    def _findings(self) -> Findings:
+        return lint_plan(self)
 
     @property
     def fingerprint(self) -> str:
