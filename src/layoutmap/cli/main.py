@@ -16,7 +16,6 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import layoutmap
@@ -322,13 +321,13 @@ def _print_plan(
     """
     plan = plan.set_limits(device_memory=options.device_memory, strict=options.strict or plan.strict)
     memory, findings = plan.memory, plan.lint(options.batch_dim)
-    verdict = replace(plan.verdict, num_findings=len(findings), num_unchecked=len(findings.unchecked_paths))
+    verdict = plan.verdict.add_findings(findings)
     explained = None if options.step is None else read_step_explanation_file(options.step)
     texts = {"--json": plan.to_json, "--html": lambda: plan.to_html(options.batch_dim, explained=explained)}
     out = write_files({path: texts[option]() for option, path in files.items()})
     width = get_line_width(out, options.wide)
-    rest = f"{format_plan_text(plan, width)}\n\n{memory.to_text(width)}".removeprefix(str(plan.verdict))
     first = verdict.format_text(as_command=True, excluded=excluded_option)
+    rest = f"{format_plan_text(plan, '', width)}\n\n{memory.to_text(width)}"
     print_text(first + translate_rules_to_yaml(rest), out, width)
     if findings:
         print_text(f"\nLint: {findings.summary}; to see them: {lint_command}", out, width)

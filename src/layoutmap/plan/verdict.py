@@ -16,6 +16,7 @@ from layoutmap.core.text_table import format_bytes
 from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.advice import Advice
 from layoutmap.plan.completeness import NOT_BUILT, find_unbuilt_layers_problem
+from layoutmap.plan.lint import Findings
 from layoutmap.plan.memory import count_memory_by_purpose
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
@@ -89,6 +90,10 @@ class Verdict:
     untried: tuple[str, ...] = ()
     num_findings: int = 0
     num_unchecked: int = 0
+
+    def add_findings(self, findings: Findings) -> Verdict:
+        """Return the verdict with the number of findings of lint, and of the weights that lint could not check."""
+        return replace(self, num_findings=len(findings), num_unchecked=len(findings.unchecked_paths))
 
     @property
     def passes(self) -> bool:

@@ -38,9 +38,9 @@ def format_plan_summary(plan: PlanTable) -> str:
     )
 
 
-def format_plan_text(plan: PlanTable, width: int | None = None) -> str:
+def format_plan_text(plan: PlanTable, verdict_text: str, width: int | None = None) -> str:
     """Return a plan as text: the verdict, the table of variables, the rules, the totals, and the problems."""
-    lines = [str(judge_plan(plan)), ""]
+    lines = [verdict_text, ""]
     lines += format_table(
         COLUMNS, map(format_row_cells, make_table_rows(plan)), _RIGHT_ALIGNED, width=width, drop=_DROPPABLE
     )

@@ -399,8 +399,9 @@ class Plan(PlanTable):
                 below the table names them. `None`: all columns.
         """
         findings = self.lint()
+        verdict = self.verdict.add_findings(findings)
         line = f"\n\nLint: {findings.summary}; to see them: plan.lint()" if findings else ""
-        return format_plan_text(self, width) + line
+        return format_plan_text(self, str(verdict), width) + line
 
     __str__ = to_text
 
