@@ -222,12 +222,13 @@ def compare_training_with_explicit_axes(trial: Trial) -> Iterator[str]:
         if "out_sharding" not in {problem.kind for problem in planned.problems}:
             yield f"JAX refuses the step, and the plan does not report it: {error}"
         return
+    # Count now, because a comparison of the training runs steps with other batches, too.
+    if sharded.steps.num_step_programs != 1:
+        yield f"two equal steps were compiled {sharded.steps.num_step_programs} times"
     rows = [*compare_logged_numbers("step", logs[0][-1], logs[1][-1], TOLERANCE)]
     rows += compare_variables(other.adapter, "weights", unsharded, sharded, tolerance=TOLERANCE)
     if not all(row.agrees for row in rows):
         yield from compare_training(other)
-    if sharded.steps.num_step_programs != 1:
-        yield f"two equal steps were compiled {sharded.steps.num_step_programs} times"
 
 
 def compare_bits_of_replicas(trial: Trial) -> Iterator[str]:
