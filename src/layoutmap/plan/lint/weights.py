@@ -151,7 +151,7 @@ class LintedPlan:
 
     @property
     def are_batch_outputs_free(self) -> bool:
-        """Whether a compiler chooses how to gather what is sharded over the batch dim, because no rule says it."""
+        """Whether a compiler chooses where to gather values sharded over the batch dim, because no rule does."""
         return self.batch_dim is not None and not self.plan.activations and self.plan.free_activations
 
     @cached_property
