@@ -210,6 +210,20 @@ def test_a_long_window():
     assert_close(*on_mesh_and_not(convolve, [x, kernel], layouts))
 
 
+def test_windows_of_one_element_with_padding():
+    """XLA ended the process: the gradient of the input has padding between its elements and a negative one before."""
+    mesh = lm.create_mesh("a=2,b=4")
+    rng = np.random.default_rng(0)
+    x, kernel = (rng.normal(size=shape).astype("float32") for shape in ((8, 8, 16, 8), (1, 1, 4, 8)))
+    layouts = lm.Layout([None, "a", "b", None], mesh), lm.Layout([None, None, None, "b"], mesh)
+
+    def convolve(x, kernel):
+        options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 2}
+        return lax.conv_general_dilated(jnp.tanh(x), kernel, (2, 2), [(1, 1), (0, 1)], **options)
+
+    assert_close(*on_mesh_and_not(convolve, [x, kernel], layouts))
+
+
 def collectives(text):
     return {
         name: text.count(f" {name}(")

@@ -546,8 +546,10 @@ def _transpose_and_pad_operands(
     dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
     sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     edges = [(low, high, dilation - 1) for (low, high), dilation in zip(padding, lhs_dilation, strict=True)]
-    lhs = lax.pad(
-        jnp.transpose(lhs, dimension_numbers.lhs_spec), jnp.zeros((), lhs.dtype), [(0, 0, 0)] * 2 + edges
+    lhs = _pad_array(
+        jnp.transpose(lhs, dimension_numbers.lhs_spec),
+        jnp.zeros((), lhs.dtype),
+        padding_config=[(0, 0, 0)] * 2 + edges,
     )
     return lhs, jnp.transpose(rhs, dimension_numbers.rhs_spec), sums, dtype
 
