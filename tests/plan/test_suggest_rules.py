@@ -196,6 +196,32 @@ def test_kernels_of_fused_projections_have_any_order():
     assert () == (*plan.problems, *plan.lint())
 
 
+@pytest.mark.parametrize(
+    "names",
+    ["q_lin k_lin v_lin out_lin", "queries keys values unify", "Q K V O", "c_query c_key c_val merge"],
+)
+@pytest.mark.parametrize("is_array", [False, True])
+def test_the_output_of_attention_has_any_name_beside_query_key_and_value(names, is_array):
+    """It is the only other kernel of the transposed shape. It can be declared first."""
+    *columns, row = names.split()
+    sizes = {row: (64, 64)} | dict.fromkeys(columns, (64, 64)) | {"up": (64, 256), "down": (256, 64)}
+    suffix, roles = ("", ()) if is_array else (".kernel", ("in.0", "out.0"))
+    variables = [
+        make_weight(f"b.{n}.{name}{suffix}", shape, *roles) for n in range(2) for name, shape in sizes.items()
+    ]
+    rules = suggest(variables)
+    plan = make_plan(variables, rules)
+    kinds = {f"b.1.{name}": plan[f"b.1.{name}{suffix}"].match.rule.reason[:5] for name in (*columns, row)}
+
+    assert dict.fromkeys((f"b.1.{name}" for name in columns), "heads") | {f"b.1.{row}": "row: "} == kinds
+    assert () == (*plan.problems, *plan.lint())
+    swapped = {rf".*\.{row}\b": (None, "model")} | {rule.pattern: rule.layout for rule in rules.rules}
+    plan = make_plan(variables, LayoutMap("batch=2,model=4", swapped, rest="replicated"))
+    assert [("swapped", f"b.{n}.{row}{suffix}") for n in range(2)] == [
+        (p.kind, p.subject) for p in plan.lint().problems if p not in plan.problems
+    ]
+
+
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     """Its blocks are in one list. A head that no layer follows has another reason."""
     variables = [

@@ -304,16 +304,20 @@ class LintedPlan:
         return {part: each[0] for part, each in found.items()} if _has_one_kernel_per_part(found) else {}
 
     def find_attention_output(self, block: Sequence[Weight]) -> Weight | None:
-        """Return the output kernel of an attention block by its name, or as the only one beside query, key, and value.
+        """Return the output kernel of an attention block, by its name or its sizes, or None if it is unclear.
 
-        Return None if no kernel has the name, and the block has several others, or one of other sizes.
+        Beside query, key, and value, it is the only kernel with the axes of the query in the other order.
         """
         parts = self.find_attention_kernels(block)
         takers = [w for w in block if is_attention_output(w)]
         if parts and not takers:
-            ids, sizes = {*map(id, parts.values())}, parts["query"].list_axis_sizes("out")
-            rest = [w for w in block if id(w) not in ids]
-            takers = [w for w in rest if len(rest) == 1 and w.list_axis_sizes("in") == sizes]
+            ids = {*map(id, parts.values())}
+            into, out = map(parts["query"].list_axis_sizes, ("in", "out"))
+            takers = [
+                w
+                for w in block
+                if id(w) not in ids and (w.list_axis_sizes("in"), w.list_axis_sizes("out")) == (out, into)
+            ]
         return takers[0] if len(takers) == 1 else None
 
     def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
