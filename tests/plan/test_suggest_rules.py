@@ -222,6 +222,36 @@ def test_the_output_of_attention_has_any_name_beside_query_key_and_value(names, 
     ]
 
 
+def test_the_order_of_two_kernels_is_stated_if_only_their_creation_shows_it():
+    """The numbers of the tensors that they read show it, and names and other sizes do."""
+    shapes = {"later": (256, 64), "first": (64, 256)}
+    unknown = [
+        make_weight(f"{n}.{name}.kernel", shapes[name], "in.0", "out.0") for n in range(2) for name in shapes
+    ]
+    known = [replace(v, use=replace(v.use, reads=int("later" in v.path))) for v in unknown]
+    guess = "by the order in which the layers were made"
+    right = {".*first": (None, "model"), ".*later": ("model", None)}
+    found = {}
+    for name, variables in (
+        ("unknown", unknown),
+        ("known", known),
+        ("wider", [*unknown, make_weight("g", (64, 8))]),
+    ):
+        rules = suggest(variables).rules
+        problems = list(make_plan(variables, LayoutMap("batch=2,model=4", right, rest="replicated")).lint())
+        found[name] = (
+            [guess in rule.reason for rule in rules if "\\d" in rule.pattern],
+            [str(p) for p in problems],
+        )
+
+    assert ([False, False], []) == found["known"] == found["wider"]
+    assert [True, True] == found["unknown"][0]
+    assert [True, True] == [guess in text for text in found["unknown"][1]]
+    assert all(
+        "its axes seem to be swapped, if later.kernel is called first" in text for text in found["unknown"][1]
+    )
+
+
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     """Its blocks are in one list. A head that no layer follows has another reason."""
     variables = [

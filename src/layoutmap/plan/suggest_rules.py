@@ -17,7 +17,13 @@ from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
 from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions
-from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output, make_sibling_key
+from layoutmap.plan.lint.weights import (
+    GUESSED_ORDER,
+    LintedPlan,
+    Weight,
+    is_attention_output,
+    make_sibling_key,
+)
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules import presets
@@ -278,6 +284,12 @@ class _ReasonMaker:
         has_names = has_names and self._siblings_per_block[make_sibling_key(w.assignment), w.block] == 1
         names = ", ".join(dict.fromkeys(other.layer_name for other in others)) if has_names else ""
         previous = self._previous_kernels.get(id(w))
+        pairs = (
+            {(id(w), id(other)) for other in others}
+            if role == "out"
+            else {(id(other), id(w)) for other in others}
+        )
+        order = f"; {GUESSED_ORDER}" if pairs & self._linted.guessed_pairs else ""
         if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
         if (
@@ -296,13 +308,13 @@ class _ReasonMaker:
                 if id(w) in self._linted.kernels_after_fused
                 else ""
             )
-            return f"column: outputs are sharded, {takers}{split}"
+            return f"column: outputs are sharded, {takers}{split}{order}"
         source = (
             f"takes the sharded outputs of {names}" if names else "each device takes its part of the inputs"
         )
         if is_attention_output(w) and not names:
             source = "takes the heads of each device"
-        return f"row: {source}, and the sums are all-reduced over {over}"
+        return f"row: {source}, and the sums are all-reduced over {over}{order}"
 
     def _explain_sharding_without_role(self, a: Assignment, axis: int) -> str:
         if axis == 0 and self._linted.is_expert_stack(a):

@@ -26,6 +26,12 @@ from layoutmap.plan.lint.inferred_roles import (
 from layoutmap.plan.table import PlanTable
 
 
+GUESSED_ORDER = (
+    "by the order in which the layers were made; a Keras model with inputs= shows the order of calls"
+)
+"""Explanation of the order of `LintedPlan.guessed_pairs`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A weight with known axis roles, the mesh dims over which it is gathered, and those of the batch."""
@@ -151,7 +157,7 @@ class LintedPlan:
 
     @property
     def are_batch_outputs_free(self) -> bool:
-        """Whether a compiler chooses how to gather what is sharded over the batch dim, because no rule says it."""
+        """Whether a compiler chooses how to gather tensors over the batch dim, because no rule determines it."""
         return self.batch_dim is not None and not self.plan.activations and self.plan.free_activations
 
     @cached_property
@@ -161,16 +167,39 @@ class LintedPlan:
 
     @cached_property
     def blocks(self) -> list[list[Weight]]:
-        """The kernels, grouped by the block (the parent layer) that contains their layers."""
+        """The kernels, grouped by the block (the parent layer) that contains their layers.
+
+        They are in the order of calls if it is known, else in the order in which the layers were made.
+        """
         groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
         for w in self.kernels:
             groups[w.assignment.variable.model, w.block].append(w)
-        return list(groups.values())
+        return [
+            sorted(block, key=_get_input_number) if None not in map(_get_input_number, block) else block
+            for block in groups.values()
+        ]
 
     @cached_property
     def kernel_pairs(self) -> list[tuple[Weight, Weight]]:
         """The pairs of kernels in which the second takes the output of the first."""
         return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
+
+    @cached_property
+    def guessed_pairs(self) -> Set[tuple[int, int]]:
+        """The ids of two kernels of `kernel_pairs` that fit in both orders, ordered only by when they were made."""
+        found = set[tuple[int, int]]()
+        for first, second in self.kernel_pairs:
+            fits = first.list_axis_sizes("in") == second.list_axis_sizes("out")
+            is_only = fits and len(self.kernels_before[id(second)]) == len(self.kernels_after[id(first)]) == 1
+            is_known = (
+                None not in (first.use.reads, second.use.reads)
+                or first.assignment.variable.use is None
+                or split_path_at_numbers(first.layer) == split_path_at_numbers(second.layer)
+                or ATTENTION_PARTS["query"].fullmatch(first.layer_name)
+            )
+            if is_only and not is_known and _is_first_of_two(self, first, second) is None:
+                found.add((id(first), id(second)))
+        return found
 
     def count_sizes(self, sizes: Sequence[int]) -> int:
         """Return how many axes of the model's weights have one of these sizes."""
@@ -370,9 +399,14 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             is_unclear = len(ins.get(outer, ())) == len(outs.get(outer, ())) == 1
             are_siblings = len(makers) > 1 and {w.list_axis_sizes("in") for w in makers} == {outer}
             for maker in makers:
-                is_first = are_siblings or order[id(maker)] < order[id(taker)]
-                if is_unclear and maker.list_axis_sizes("in") == outer:
-                    is_first = _is_first_of_two(linted, maker, taker, is_first)
+                is_first = None
+                if maker.use.reads is not None and taker.use.reads is not None:
+                    is_first = maker.use.reads < taker.use.reads
+                elif is_unclear and maker.list_axis_sizes("in") == outer:
+                    is_first = _is_first_of_two(linted, maker, taker)
+                if is_first is None:
+                    # This order decides last, because some libraries sort layers by their names.
+                    is_first = are_siblings or order[id(maker)] < order[id(taker)]
                 if is_first:
                     yield maker, taker
     query = linted.find_attention_kernels(block).get("query")
@@ -413,17 +447,21 @@ def _iterate_pairs_by_inputs(block: Sequence[Weight]) -> Iterator[tuple[Weight, 
             yield from ((w, takers[0]) for w in squares)
 
 
-def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight, is_listed_first: bool) -> bool:
+def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight) -> bool | None:
     """Return whether `other` takes the output of `w` and not `w` that of `other`, if their sizes allow both.
 
-    Names decide, then the sizes: the one between the two occurs less often than the width of the model. The order of
-    layers decides last, because some libraries sort layers by their names.
+    Names decide, then the sizes: the one between the two occurs less often than the width of the model. Return None if
+    neither decides.
     """
     for first, second in ((w, other), (other, w)):
         if FIRST_KERNEL.fullmatch(first.layer_name) and SECOND_KERNEL.fullmatch(second.layer_name):
             return first is w
     inner, outer = (linted.count_sizes(w.list_axis_sizes(role)) for role in ("out", "in"))
-    return is_listed_first if inner == outer else inner < outer
+    return None if inner == outer else inner < outer
+
+
+def _get_input_number(w: Weight) -> int | None:
+    return w.use.reads
 
 
 def iterate_list_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
