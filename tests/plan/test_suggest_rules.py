@@ -252,6 +252,30 @@ def test_the_order_of_two_kernels_is_stated_if_only_their_creation_shows_it():
     )
 
 
+@pytest.mark.parametrize("few", [64, 32])
+def test_square_kernels_in_unknown_order_are_not_checked(few):
+    """The reason of a suggested rule says it. An MLP in the same block is in order."""
+    shapes = {
+        "ask": (64, 64),
+        "tag": (64, few),
+        "t1": (64, few),
+        "join": (64, 64),
+        "up": (64, 256),
+        "down": (256, 64),
+    }
+    variables = [
+        make_weight(f"{n}.{name}.kernel", s, "in.0", "out.0") for n in range(2) for name, s in shapes.items()
+    ]
+    rules = suggest(variables)
+    plan = make_plan(variables, rules)
+    names = [name for name, shape in shapes.items() if shape == (64, 64)]
+    reasons = {name: plan[f"1.{name}.kernel"].match.rule.reason for name in shapes}
+
+    assert () == (*plan.problems, *plan.lint())
+    assert names == [name for name, reason in reasons.items() if "; the order of calls is unknown" in reason]
+    assert {f"{n}.{name}.kernel" for n in range(2) for name in names} == {*plan.lint().unchecked_paths}
+
+
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     """Its blocks are in one list. A head that no layer follows has another reason."""
     variables = [

@@ -290,6 +290,8 @@ class _ReasonMaker:
             else {(id(other), id(w)) for other in others}
         )
         order = f"; {GUESSED_ORDER}" if pairs & self._linted.guessed_pairs else ""
+        if id(w) in self._linted.unordered_kernels:
+            order = "; the order of calls is unknown"
         if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
         if (

@@ -25,7 +25,6 @@ from layoutmap.plan.lint.inferred_roles import (
 )
 from layoutmap.plan.table import PlanTable
 
-
 GUESSED_ORDER = (
     "by the order in which the layers were made; a Keras model with inputs= shows the order of calls"
 )
@@ -185,6 +184,22 @@ class LintedPlan:
         return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
 
     @cached_property
+    def unordered_kernels(self) -> Set[int]:
+        """The ids of square kernels that no name or call orders among those of equal size in their block."""
+        found = set[int]()
+        for block in self.blocks:
+            parts = {id(w) for w in self.find_attention_kernels(block).values()}
+            parts.update(id(w) for pair in iterate_list_pairs(block) for w in pair)
+            groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for w in block:
+                is_paired = id(w) in self.kernels_before or id(w) in self.kernels_after
+                is_square = w.list_axis_sizes("in") == w.list_axis_sizes("out")
+                if is_square and w.use.reads is None and not is_paired and id(w) not in parts:
+                    groups[w.list_axis_sizes("in")].append(id(w))
+            found.update(key for group in groups.values() if len(group) > 1 for key in group)
+        return found
+
+    @cached_property
     def guessed_pairs(self) -> Set[tuple[int, int]]:
         """The ids of two kernels of `kernel_pairs` that fit in both orders, ordered only by when they were made."""
         found = set[tuple[int, int]]()
@@ -297,8 +312,9 @@ class LintedPlan:
 
     @cached_property
     def unchecked_weights(self) -> list[Assignment]:
-        """The sharded weights with several axes of unknown roles, which the checks of roles leave out."""
-        known = {id(w.assignment) for w in self.weights} | self.experts.routers
+        """The sharded weights with several axes of unknown roles or order, which the checks of roles leave out."""
+        ordered = {id(w.assignment) for w in self.weights if id(w) not in self.unordered_kernels}
+        known = ordered | self.experts.routers
         return [
             a
             for a in self.plan.assignments
