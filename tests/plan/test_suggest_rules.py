@@ -376,6 +376,38 @@ def test_the_dim_of_the_experts_shards_them_and_no_other_weights(name):
         assert {"model"} == {each for specs in dims.values() for each in specs}
 
 
+@pytest.mark.parametrize("router", ["router", "gate"])
+def test_a_list_of_experts_is_not_sharded_by_experts_and_the_reason_says_it(router):
+    """Each device needs the whole router. A dim of the experts that nothing uses is named."""
+    sizes = {
+        f"moe.experts.{n}.{name}": s for n in range(4) for name, s in (("0", (64, 128)), ("2", (128, 64)))
+    }
+    variables = [
+        w for path, shape in (sizes | {f"moe.{router}": (64, 4)}).items() for w in make_dense(path, shape)
+    ]
+    advice = "; a list of experts cannot be divided over expert{}: stack them"
+    for mesh, dim, unused in (
+        ("batch=2,expert=4", "expert", ""),
+        ("batch=2,expert=2,model=2", "model", ", so nothing uses it"),
+        ("batch=2,model=4", "model", None),
+    ):
+        plan = make_plan(variables, suggest(variables, mesh))
+        first, second, of_router = (
+            plan[f"moe.{name}.kernel"] for name in ("experts.1.0", "experts.1.2", router)
+        )
+        assert (("unsharded", dim), (dim, "unsharded")) == tuple(
+            a.layout.sharding_specs for a in (first, second)
+        )
+        assert "router: replicated, because each device scores all experts" == of_router.match.rule.reason
+        assert plan[f"moe.{router}.bias"].layout.is_fully_replicated()
+        assert all(
+            (unused is not None and a.match.rule.reason.endswith(advice.format(unused)))
+            or (unused is None and "stack them" not in a.match.rule.reason)
+            for a in (first, second)
+        )
+        assert ["unused dim"] * bool(unused) == [p.kind for p in (*plan.problems, *plan.lint())]
+
+
 def test_an_odd_block_has_rules_of_its_own():
     """They are the first, since the rules of the other blocks match it, too."""
     plan = make_plan(make_blocks((256, 254, 256, 256)), suggest(make_blocks((256, 254, 256, 256))))

@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
@@ -241,7 +242,10 @@ class _ReasonMaker:
         for has_names in (True, False):
             reasons = {}
             for a in members:
-                reasons.setdefault(self._make_weight_reason(a, has_names), []).append(a.variable.path)
+                reason = self._make_weight_reason(a, has_names)
+                if id(a) in self._linted.experts.listed and len(a.variable.shape) > 1:
+                    reason += self._list_explanation
+                reasons.setdefault(reason, []).append(a.variable.path)
             if len(reasons) == 1:
                 break
         usual = max(reasons, key=lambda reason: len(reasons[reason]))
@@ -277,6 +281,14 @@ class _ReasonMaker:
             condition = "" if is_known else f", if {a.layout.num_shards(axis)} divides their number"
             return f"heads: each device computes whole heads{condition}"
         return self._explain_kernel_sharding(w, role, over, has_names)
+
+    @cached_property
+    def _list_explanation(self) -> str:
+        """Text about the mesh dim of experts, which cannot shard a list of them, or "" if the mesh has no such dim."""
+        mesh, unused = self._linted.plan.mesh, self._linted.plan.unused_dims
+        dim = next((d for d in mesh.mesh_dims if d.name in NAMES_OF_EXPERTS and d.size > 1), None)
+        effect = ", so nothing uses it" if dim in unused else ""
+        return f"; a list of experts cannot be divided over {dim.name}{effect}: stack them" if dim else ""
 
     def _explain_kernel_sharding(self, w: Weight, role: str, over: str, has_names: bool) -> str:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())

@@ -127,9 +127,10 @@ def list_sharding_dims_in_compute(
 
 
 class ExpertWeightIds(NamedTuple):
-    """The ids of the assignments of stacked expert weights, and of their routers."""
+    """The ids of the assignments of stacked expert weights, of experts' weights in lists, and of their routers."""
 
     stacks: Set[int]
+    listed: Set[int]
     routers: Set[int]
 
 
@@ -174,7 +175,9 @@ class LintedPlan:
         for w in self.kernels:
             groups[w.assignment.variable.model, w.block].append(w)
         return [
-            sorted(block, key=_get_input_number) if None not in map(_get_input_number, block) else block
+            block
+            if any(w.use.reads is None for w in block)
+            else sorted(block, key=lambda w: w.use.reads or 0)
             for block in groups.values()
         ]
 
@@ -274,7 +277,7 @@ class LintedPlan:
 
     @cached_property
     def experts(self) -> ExpertWeightIds:
-        """The stacked weights of experts, and the kernels of their routers.
+        """The stacked weights of experts, those in lists, and the kernels of their routers.
 
         A router has the axes (features, experts), or in the other order as its use or its name shows. Beside it are
         two stacks or more. The first axis of each is that of the experts, and another one has the size of the features.
@@ -304,7 +307,11 @@ class LintedPlan:
                 if len(kernels) > 1 and all(features in each.variable.shape[1:] for each in kernels):
                     found |= {id(each) for each in members}
                     routers.add(id(a))
-        return ExpertWeightIds(found - routers, routers)
+        listed = set[int]()
+        for router, members in _iterate_expert_lists(weights):
+            routers.add(id(router))
+            listed.update(map(id, members))
+        return ExpertWeightIds(found - routers, listed, routers)
 
     def is_expert_stack(self, a: Assignment) -> bool:
         """Return whether a weight is a stack of experts, by its router or by its path."""
@@ -381,6 +388,25 @@ class LintedPlan:
             if not parts["query"].count_heads("out") % math.prod(map(self.plan.mesh.dim_size, each))
         ]
         return max(fitting, key=lambda each: (not {*each} & {*self.batch_dims}, dims.count(each)), default=())
+
+
+def _iterate_expert_lists(weights: Sequence[Assignment]) -> Iterator[tuple[Assignment, Sequence[Assignment]]]:
+    """Yield the kernel of each router, by its name, with the weights of a list beside it with one expert per output."""
+    routers: dict[tuple[str, str], list[Assignment]] = defaultdict(list)
+    for a in weights:
+        if len(a.variable.shape) == 2 and (match := ROUTER.search(a.variable.path)):
+            module = a.variable.path[: match.end(2)].rpartition(".")[0]
+            routers[a.variable.model, module].append(a)
+    lists: dict[tuple[str, str, str], dict[str, list[Assignment]]] = defaultdict(lambda: defaultdict(list))
+    for a in weights if routers else ():
+        parts = a.variable.path.split(".")
+        for n, number in enumerate(parts[1:-1], 1):
+            if number.isdigit():
+                lists[a.variable.model, ".".join(parts[: n - 1]), parts[n - 1]][number].append(a)
+    for (model, module, _), experts in lists.items():
+        for router in routers.get((model, module), ()):
+            if 1 < len(experts) in router.variable.shape:
+                yield router, [each for members in experts.values() for each in members]
 
 
 def _group_second_weights_by_first(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequence[Weight]]:
@@ -474,10 +500,6 @@ def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight) -> bool | Non
             return first is w
     inner, outer = (linted.count_sizes(w.list_axis_sizes(role)) for role in ("out", "in"))
     return None if inner == outer else inner < outer
-
-
-def _get_input_number(w: Weight) -> int | None:
-    return w.use.reads
 
 
 def iterate_list_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
