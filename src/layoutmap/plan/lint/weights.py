@@ -26,7 +26,8 @@ from layoutmap.plan.lint.inferred_roles import (
 from layoutmap.plan.table import PlanTable
 
 GUESSED_ORDER = (
-    "by the order in which the layers were made; a Keras model with inputs= shows the order of calls"
+    "by the order in which the layers were made; names such as up and down show the order of calls, "
+    "and so does inputs= for a Keras model"
 )
 """Explanation of the order of `LintedPlan.guessed_pairs`."""
 
