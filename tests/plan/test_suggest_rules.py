@@ -276,6 +276,21 @@ def test_square_kernels_in_unknown_order_are_not_checked(few):
     assert {f"{n}.{name}.kernel" for n in range(2) for name in names} == {*plan.lint().unchecked_paths}
 
 
+def test_a_kernel_that_is_the_output_by_its_sizes_is_sharded_by_heads():
+    """As one with a usual name: 4 devices do not divide 6 heads, so lint reports a split of them."""
+    for name in ("output", "unify"):
+        shapes = dict.fromkeys(("queries", "keys", "values"), (64, 96)) | {name: (96, 64)}
+        variables = [w for path, shape in shapes.items() for w in make_dense(f"a.{path}", shape, 16)]
+        split = {rf".*{name}\.kernel": ("model", None)}
+
+        assert {
+            "replicated: model=4 does not divide 6 heads",
+            "replicated, as the inputs of its layer are",
+        } == {rule.reason for rule in suggest(variables, "model=4").rules}
+        plan = make_plan(variables, LayoutMap("batch=2,model=4", split, rest="replicated"))
+        assert ["heads"] == [p.kind for p in plan.lint()]
+
+
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     """Its blocks are in one list. A head that no layer follows has another reason."""
     variables = [

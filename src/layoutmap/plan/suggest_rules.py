@@ -22,7 +22,6 @@ from layoutmap.plan.lint.weights import (
     GUESSED_ORDER,
     LintedPlan,
     Weight,
-    is_attention_output,
     make_sibling_key,
 )
 from layoutmap.plan.planner import make_plan_table
@@ -326,7 +325,7 @@ class _ReasonMaker:
         source = (
             f"takes the sharded outputs of {names}" if names else "each device takes its part of the inputs"
         )
-        if is_attention_output(w) and not names:
+        if id(w) in self._linted.attention_outputs and not names:
             source = "takes the heads of each device"
         return f"row: {source}, and the sums are all-reduced over {over}{order}"
 
@@ -351,7 +350,9 @@ class _ReasonMaker:
     def _explain_why_uneven(self, shape: Sequence[int], axes: Sequence[int], w: Weight | None = None) -> str:
         """Return text about axes or numbers of heads that the mesh dim does not divide, or "" if it divides all."""
         unit = (
-            w.use.head_size or 1 if w is not None and (id(w) in self._parts or is_attention_output(w)) else 1
+            w.use.head_size or 1
+            if w is not None and (id(w) in self._parts or id(w) in self._linted.attention_outputs)
+            else 1
         )
         count = self._linted.plan.mesh.dim_size(self._dim)
         uneven = [

@@ -21,7 +21,6 @@ from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
     format_rule_suffix,
-    is_attention_output,
     iterate_kernel_pairs,
 )
 from layoutmap.plan.output_rules import make_output_rule_text
@@ -374,7 +373,7 @@ def _find_split_heads(linted: LintedPlan) -> Iterator[Finding]:
         parts = list(linted.find_attention_kernels(block).values())
         if not parts:
             continue
-        takers = [w for w in block if is_attention_output(w)]
+        takers = [w for w in block if id(w) in linted.attention_outputs]
         for w, role in [*((w, "out") for w in parts), *((w, "in") for w in takers)]:
             heads, *inner = w.list_axes(role)
             count = w.count_heads(role)

@@ -362,7 +362,7 @@ class LintedPlan:
         Beside query, key, and value, it is the only kernel with the axes of the query in the other order.
         """
         parts = self.find_attention_kernels(block)
-        takers = [w for w in block if is_attention_output(w)]
+        takers = [w for w in block if is_attention_output_name(w.layer_name)]
         if parts and not takers:
             ids = {*map(id, parts.values())}
             into, out = map(parts["query"].list_axis_sizes, ("in", "out"))
@@ -372,6 +372,12 @@ class LintedPlan:
                 if id(w) not in ids and (w.list_axis_sizes("in"), w.list_axis_sizes("out")) == (out, into)
             ]
         return takers[0] if len(takers) == 1 else None
+
+    @cached_property
+    def attention_outputs(self) -> Set[int]:
+        """The ids of the output kernels of attention, by their names or beside query, key, and value."""
+        named = {id(w) for w in self.kernels if is_attention_output_name(w.layer_name)}
+        return named | {id(w) for block in self.blocks if (w := self.find_attention_output(block))}
 
     def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
         """Return the mesh dims over which most attention kernels of a block shard heads, or () if no dims fit.
@@ -466,7 +472,8 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
     seconds = [
         w
         for w in block
-        if SECOND_KERNEL.fullmatch(w.layer_name) and not (query is not None and is_attention_output(w))
+        if SECOND_KERNEL.fullmatch(w.layer_name)
+        and not (query is not None and id(w) in linted.attention_outputs)
     ]
     if len(seconds) == 1 and seconds[0].list_axis_sizes("in") == seconds[0].list_axis_sizes("out"):
         firsts = [w for w in outs[seconds[0].list_axis_sizes("in")] if FIRST_KERNEL.fullmatch(w.layer_name)]
@@ -578,11 +585,6 @@ def _count_fused_parts(fused: Weight, taker: Weight) -> float:
 
 def _has_one_kernel_per_part(kernels_by_part: dict[str, list[Weight]]) -> bool:
     return all(len(each) == 1 for each in kernels_by_part.values())
-
-
-def is_attention_output(weight: Weight) -> bool:
-    """Return whether a kernel is, by its name, the output projection of attention."""
-    return is_attention_output_name(weight.layer_name)
 
 
 def is_attention_output_name(layer_name: str) -> bool:
