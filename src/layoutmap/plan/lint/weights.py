@@ -412,7 +412,13 @@ def _iterate_expert_lists(weights: Sequence[Assignment]) -> Iterator[tuple[Assig
                 lists[a.variable.model, ".".join(parts[: n - 1]), parts[n - 1]][number].append(a)
     for (model, module, _), experts in lists.items():
         for router in routers.get((model, module), ()):
-            if 1 < len(experts) in router.variable.shape:
+            shape, use = router.variable.shape, router.variable.use
+            outs = (
+                [n for n, role in zip(shape, use.roles, strict=True) if role.startswith("out")]
+                if use
+                else shape
+            )
+            if 1 < len(experts) in outs:
                 yield router, [each for members in experts.values() for each in members]
 
 
