@@ -136,3 +136,26 @@ def test_calls_show_which_kernel_takes_the_outputs_of_others():
         plans[0][kernels[name]].layout.sharding_specs for name in ("ask", "hint", "val")
     }
     assert [[], [kernels["join"]], [kernels["join"]]] == [[p.subject for p in plan.lint()] for plan in plans]
+
+
+class Reversed(keras.layers.Layer):
+    """Two layers with own names, of which the second is made first."""
+
+    def __init__(self):
+        super().__init__(name="reversed")
+        self.later, self.first = keras.layers.Dense(64), keras.layers.Dense(256)
+
+    def call(self, x):
+        return self.later(self.first(x))
+
+
+def test_calls_show_which_of_two_kernels_is_the_first():
+    """They decide, and not the order in which the layers were made."""
+    inputs = keras.Input((64,))
+    rules = lm.suggest(Reversed, MESH, inputs=inputs)
+    plan = lm.plan(Reversed, rules, inputs=inputs)
+
+    assert [("unsharded", "model"), ("model", "unsharded")] == [
+        plan[f"reversed.{name}.kernel"].layout.sharding_specs for name in ("first", "later")
+    ]
+    assert [] == [*plan.lint(), *(rule for rule in rules.rules if "order" in rule.reason)]

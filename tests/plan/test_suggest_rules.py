@@ -196,6 +196,101 @@ def test_kernels_of_fused_projections_have_any_order():
     assert () == (*plan.problems, *plan.lint())
 
 
+@pytest.mark.parametrize(
+    "names",
+    ["q_lin k_lin v_lin out_lin", "queries keys values unify", "Q K V O", "c_query c_key c_val merge"],
+)
+@pytest.mark.parametrize("is_array", [False, True])
+def test_the_output_of_attention_has_any_name_beside_query_key_and_value(names, is_array):
+    """It is the only other kernel of the transposed shape. It can be declared first."""
+    *columns, row = names.split()
+    sizes = {row: (64, 64)} | dict.fromkeys(columns, (64, 64)) | {"up": (64, 256), "down": (256, 64)}
+    suffix, roles = ("", ()) if is_array else (".kernel", ("in.0", "out.0"))
+    variables = [
+        make_weight(f"b.{n}.{name}{suffix}", shape, *roles) for n in range(2) for name, shape in sizes.items()
+    ]
+    rules = suggest(variables)
+    plan = make_plan(variables, rules)
+    kinds = {f"b.1.{name}": plan[f"b.1.{name}{suffix}"].match.rule.reason[:5] for name in (*columns, row)}
+
+    assert dict.fromkeys((f"b.1.{name}" for name in columns), "heads") | {f"b.1.{row}": "row: "} == kinds
+    assert () == (*plan.problems, *plan.lint())
+    swapped = {rf".*\.{row}\b": (None, "model")} | {rule.pattern: rule.layout for rule in rules.rules}
+    plan = make_plan(variables, LayoutMap("batch=2,model=4", swapped, rest="replicated"))
+    assert [("swapped", f"b.{n}.{row}{suffix}") for n in range(2)] == [
+        (p.kind, p.subject) for p in plan.lint().problems if p not in plan.problems
+    ]
+
+
+def test_the_order_of_two_kernels_is_stated_if_only_their_creation_shows_it():
+    """The numbers of the tensors that they read show it, and names and other sizes do."""
+    shapes = {"later": (256, 64), "first": (64, 256)}
+    unknown = [
+        make_weight(f"{n}.{name}.kernel", shapes[name], "in.0", "out.0") for n in range(2) for name in shapes
+    ]
+    known = [replace(v, use=replace(v.use, reads=int("later" in v.path))) for v in unknown]
+    guess = "by the order in which the layers were made"
+    right = {".*first": (None, "model"), ".*later": ("model", None)}
+    found = {}
+    for name, variables in (
+        ("unknown", unknown),
+        ("known", known),
+        ("wider", [*unknown, make_weight("g", (64, 8))]),
+    ):
+        rules = suggest(variables).rules
+        problems = list(make_plan(variables, LayoutMap("batch=2,model=4", right, rest="replicated")).lint())
+        found[name] = (
+            [guess in rule.reason for rule in rules if "\\d" in rule.pattern],
+            [str(p) for p in problems],
+        )
+
+    assert ([False, False], []) == found["known"] == found["wider"]
+    assert [True, True] == found["unknown"][0]
+    assert [True, True] == [guess in text for text in found["unknown"][1]]
+    assert all(
+        "its axes seem to be swapped, if later.kernel is called first" in text for text in found["unknown"][1]
+    )
+
+
+@pytest.mark.parametrize("few", [64, 32])
+def test_square_kernels_in_unknown_order_are_not_checked(few):
+    """The reason of a suggested rule says it. An MLP in the same block is in order."""
+    shapes = {
+        "ask": (64, 64),
+        "tag": (64, few),
+        "t1": (64, few),
+        "join": (64, 64),
+        "up": (64, 256),
+        "down": (256, 64),
+    }
+    variables = [
+        make_weight(f"{n}.{name}.kernel", s, "in.0", "out.0") for n in range(2) for name, s in shapes.items()
+    ]
+    rules = suggest(variables)
+    plan = make_plan(variables, rules)
+    names = [name for name, shape in shapes.items() if shape == (64, 64)]
+    reasons = {name: plan[f"1.{name}.kernel"].match.rule.reason for name in shapes}
+
+    assert () == (*plan.problems, *plan.lint())
+    assert names == [name for name, reason in reasons.items() if "; the order of calls is unknown" in reason]
+    assert {f"{n}.{name}.kernel" for n in range(2) for name in names} == {*plan.lint().unchecked_paths}
+
+
+def test_a_kernel_that_is_the_output_by_its_sizes_is_sharded_by_heads():
+    """As one with a usual name: 4 devices do not divide 6 heads, so lint reports a split of them."""
+    for name in ("output", "unify"):
+        shapes = dict.fromkeys(("queries", "keys", "values"), (64, 96)) | {name: (96, 64)}
+        variables = [w for path, shape in shapes.items() for w in make_dense(f"a.{path}", shape, 16)]
+        split = {rf".*{name}\.kernel": ("model", None)}
+
+        assert {
+            "replicated: model=4 does not divide 6 heads",
+            "replicated, as the inputs of its layer are",
+        } == {rule.reason for rule in suggest(variables, "model=4").rules}
+        plan = make_plan(variables, LayoutMap("batch=2,model=4", split, rest="replicated"))
+        assert ["heads"] == [p.kind for p in plan.lint()]
+
+
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     """Its blocks are in one list. A head that no layer follows has another reason."""
     variables = [
@@ -294,6 +389,38 @@ def test_the_dim_of_the_experts_shards_them_and_no_other_weights(name):
 
         assert {name} == dims.pop(r"moe\.experts\.(up|down)$")
         assert {"model"} == {each for specs in dims.values() for each in specs}
+
+
+@pytest.mark.parametrize("router", ["router", "gate"])
+def test_a_list_of_experts_is_not_sharded_by_experts_and_the_reason_says_it(router):
+    """Each device needs the whole router. A dim of the experts that nothing uses is named."""
+    sizes = {
+        f"moe.experts.{n}.{name}": s for n in range(4) for name, s in (("0", (64, 128)), ("2", (128, 64)))
+    }
+    variables = [
+        w for path, shape in (sizes | {f"moe.{router}": (64, 4)}).items() for w in make_dense(path, shape)
+    ]
+    advice = "; a list of experts cannot be divided over expert{}: stack them"
+    for mesh, dim, unused in (
+        ("batch=2,expert=4", "expert", ""),
+        ("batch=2,expert=2,model=2", "model", ", so nothing uses it"),
+        ("batch=2,model=4", "model", None),
+    ):
+        plan = make_plan(variables, suggest(variables, mesh))
+        first, second, of_router = (
+            plan[f"moe.{name}.kernel"] for name in ("experts.1.0", "experts.1.2", router)
+        )
+        assert (("unsharded", dim), (dim, "unsharded")) == tuple(
+            a.layout.sharding_specs for a in (first, second)
+        )
+        assert "router: replicated, because each device scores all experts" == of_router.match.rule.reason
+        assert plan[f"moe.{router}.bias"].layout.is_fully_replicated()
+        assert all(
+            (unused is not None and a.match.rule.reason.endswith(advice.format(unused)))
+            or (unused is None and "stack them" not in a.match.rule.reason)
+            for a in (first, second)
+        )
+        assert ["unused dim"] * bool(unused) == [p.kind for p in (*plan.problems, *plan.lint())]
 
 
 def test_an_odd_block_has_rules_of_its_own():

@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
@@ -17,7 +18,12 @@ from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
 from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions
-from layoutmap.plan.lint.weights import LintedPlan, Weight, is_attention_output, make_sibling_key
+from layoutmap.plan.lint.weights import (
+    GUESSED_ORDER,
+    LintedPlan,
+    Weight,
+    make_sibling_key,
+)
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules import presets
@@ -235,7 +241,10 @@ class _ReasonMaker:
         for has_names in (True, False):
             reasons = {}
             for a in members:
-                reasons.setdefault(self._make_weight_reason(a, has_names), []).append(a.variable.path)
+                reason = self._make_weight_reason(a, has_names)
+                if id(a) in self._linted.experts.listed and len(a.variable.shape) > 1:
+                    reason += self._list_explanation
+                reasons.setdefault(reason, []).append(a.variable.path)
             if len(reasons) == 1:
                 break
         usual = max(reasons, key=lambda reason: len(reasons[reason]))
@@ -272,12 +281,28 @@ class _ReasonMaker:
             return f"heads: each device computes whole heads{condition}"
         return self._explain_kernel_sharding(w, role, over, has_names)
 
+    @cached_property
+    def _list_explanation(self) -> str:
+        """Text about the mesh dim of experts, which cannot shard a list of them, or "" if the mesh has no such dim."""
+        mesh, unused = self._linted.plan.mesh, self._linted.plan.unused_dims
+        dim = next((d for d in mesh.mesh_dims if d.name in NAMES_OF_EXPERTS and d.size > 1), None)
+        effect = ", so nothing uses it" if dim in unused else ""
+        return f"; a list of experts cannot be divided over {dim.name}{effect}: stack them" if dim else ""
+
     def _explain_kernel_sharding(self, w: Weight, role: str, over: str, has_names: bool) -> str:
         others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
         # One reason is for all siblings, and those of one block have different neighbors, so it names none.
         has_names = has_names and self._siblings_per_block[make_sibling_key(w.assignment), w.block] == 1
         names = ", ".join(dict.fromkeys(other.layer_name for other in others)) if has_names else ""
         previous = self._previous_kernels.get(id(w))
+        pairs = (
+            {(id(w), id(other)) for other in others}
+            if role == "out"
+            else {(id(other), id(w)) for other in others}
+        )
+        order = f"; {GUESSED_ORDER}" if pairs & self._linted.guessed_pairs else ""
+        if id(w) in self._linted.unordered_kernels:
+            order = "; the order of calls is unknown"
         if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
         if (
@@ -296,13 +321,13 @@ class _ReasonMaker:
                 if id(w) in self._linted.kernels_after_fused
                 else ""
             )
-            return f"column: outputs are sharded, {takers}{split}"
+            return f"column: outputs are sharded, {takers}{split}{order}"
         source = (
             f"takes the sharded outputs of {names}" if names else "each device takes its part of the inputs"
         )
-        if is_attention_output(w) and not names:
+        if id(w) in self._linted.attention_outputs and not names:
             source = "takes the heads of each device"
-        return f"row: {source}, and the sums are all-reduced over {over}"
+        return f"row: {source}, and the sums are all-reduced over {over}{order}"
 
     def _explain_sharding_without_role(self, a: Assignment, axis: int) -> str:
         if axis == 0 and self._linted.is_expert_stack(a):
@@ -325,7 +350,9 @@ class _ReasonMaker:
     def _explain_why_uneven(self, shape: Sequence[int], axes: Sequence[int], w: Weight | None = None) -> str:
         """Return text about axes or numbers of heads that the mesh dim does not divide, or "" if it divides all."""
         unit = (
-            w.use.head_size or 1 if w is not None and (id(w) in self._parts or is_attention_output(w)) else 1
+            w.use.head_size or 1
+            if w is not None and (id(w) in self._parts or id(w) in self._linted.attention_outputs)
+            else 1
         )
         count = self._linted.plan.mesh.dim_size(self._dim)
         uneven = [

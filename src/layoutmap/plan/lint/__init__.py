@@ -60,7 +60,7 @@ class Findings:
         is_known: Whether the user or the model determines `batch_dim`, so that it is not guessed from activation rules
             or from the name of a dim.
         num_errors: The number of the plan's errors. Variables that do not fit their layouts are not checked.
-        unchecked_paths: The paths of sharded weights with several axes of unknown roles, which most checks leave out.
+        unchecked_paths: The paths of the sharded weights of unknown role or order, which most checks omit.
     """
 
     problems: tuple[Problem, ...]

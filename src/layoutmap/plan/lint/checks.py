@@ -17,10 +17,10 @@ from layoutmap.plan.lint.inferred_roles import HEAD
 from layoutmap.plan.lint.repeated import find_less_sharded_blocks
 from layoutmap.plan.lint.suggest import LayoutSuggestions, make_bias_layout, make_sharded_layout
 from layoutmap.plan.lint.weights import (
+    GUESSED_ORDER,
     LintedPlan,
     Weight,
     format_rule_suffix,
-    is_attention_output,
     iterate_kernel_pairs,
 )
 from layoutmap.plan.output_rules import make_output_rule_text
@@ -111,8 +111,17 @@ def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
                 # A kernel after several, such as query, key, and value, needs only one finding.
                 key = found.problem.subject, tuple((id(a), layout) for a, layout in found.changes)
                 if key not in seen:
-                    yield finding
+                    is_guessed = (id(first), id(second)) in linted.guessed_pairs
+                    yield _add_guessed_order(finding, first, second) if is_guessed else finding
                 seen.add(key)
+
+
+def _add_guessed_order(finding: Finding, first: Weight, second: Weight) -> Finding:
+    """Return the finding with a fact about the guessed order of its two kernels. Its fix depends on the order."""
+    order = ("order", f"{first.name} before {second.name}, {GUESSED_ORDER}")
+    problem = finding.problem
+    fix = f"{problem.fix}, if {first.name} is called first"
+    return replace(finding, problem=replace(problem, facts=(*problem.facts, order), fix=fix))
 
 
 def _find_pair_mismatches(linted: LintedPlan, first: Weight, second: Weight) -> Iterator[Finding]:
@@ -364,7 +373,7 @@ def _find_split_heads(linted: LintedPlan) -> Iterator[Finding]:
         parts = list(linted.find_attention_kernels(block).values())
         if not parts:
             continue
-        takers = [w for w in block if is_attention_output(w)]
+        takers = [w for w in block if id(w) in linted.attention_outputs]
         for w, role in [*((w, "out") for w in parts), *((w, "in") for w in takers)]:
             heads, *inner = w.list_axes(role)
             count = w.count_heads(role)

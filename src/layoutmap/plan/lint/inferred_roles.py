@@ -23,12 +23,13 @@ from typing import NamedTuple
 from layoutmap.core.paths import find_repeated_layers, split_path_at_numbers
 from layoutmap.core.variables import AxisRoles, Kind, VariableSpec
 
+_PROJECTION_END = "(_(dense|lin|linear|proj|projector|projection))?"
 ATTENTION_PARTS = {
-    part: re.compile(rf"(.*_)?w?({part[0]}+|{part[:3]}|{part})(_(dense|proj|projector|projection))?")
-    for part in ("query", "key", "value")
+    part: re.compile(rf"(.*_)?w?({names}){_PROJECTION_END}", re.IGNORECASE)
+    for part, names in (("query", "q+|que|quer(y|ies)"), ("key", "k+|keys?"), ("value", "v+|val(ue)?s?"))
 }
-FUSED_QKV = re.compile(r"(.*_)?w?(qkv|query_key_value)(_(dense|proj|projector|projection))?")
-ATTENTION_OUTPUT = re.compile(r"w?_?o|((attention_)?(o|out|output))(_(dense|proj|projector|projection))?")
+FUSED_QKV = re.compile(rf"(.*_)?w?(qkv|query_key_value){_PROJECTION_END}")
+ATTENTION_OUTPUT = re.compile(rf"w?_?o|(attention_)?(o|out|output){_PROJECTION_END}", re.IGNORECASE)
 _END = "(_(proj|projection|dense|kernel|weight|w))?"
 FIRST_KERNEL = re.compile(
     rf"(.*_)?((w|fc|linear|dense)_?([13]|in)|w?_?(i|i_[01]|in|up|gate|gate_up|gate_and_up)|c_fc){_END}"
@@ -161,13 +162,15 @@ def _infer_attention_roles(block: Sequence[_UnknownWeight]) -> _Roles:
         return
     query, key, value = (part[0] for part in parts)
     rest = [a for a in block if not any(a in part for part in parts)]
-    takers = [a for a in outputs or rest * (len(rest) == 1) if len(a.shape) == len(query.shape)]
+    transposed = query.shape[::-1] if len(query.shape) == 2 else (*query.shape[1:], query.shape[0])
+    takers = [a for a in outputs or rest if a.shape == transposed]
+    if not outputs and len(takers) > 1:
+        takers = []
     if len(query.shape) == 3:  # (features, heads, size), and (heads, size, features) of the output
         for array in (query, key, value):
             yield array, ("in.0", "out.0", "out.1")
         for taker in takers:
-            if taker.shape == (*query.shape[1:], query.shape[0]):
-                yield taker, ("in.0", "in.1", "out.0")
+            yield taker, ("in.0", "in.1", "out.0")
     elif len(query.shape) == 2:
         into = {*query.shape} & {*key.shape} & {*value.shape}
         known = [axis for axis in (0, 1) if any(a.shape[1 - axis] not in into for a in (query, key, value))]
@@ -175,7 +178,7 @@ def _infer_attention_roles(block: Sequence[_UnknownWeight]) -> _Roles:
         out = 1 - known[0] if is_known else int(not query.is_transposed)
         for array in (query, key, value):
             yield array, _make_matrix_roles(out)
-        for taker in [a for a in takers if a.shape == query.shape[::-1]][:1]:
+        for taker in takers[:1]:
             yield taker, _make_matrix_roles(out)
 
 

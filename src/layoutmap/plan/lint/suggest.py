@@ -16,7 +16,6 @@ from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
-    is_attention_output,
     iterate_list_pairs,
     make_sibling_key,
 )
@@ -125,7 +124,7 @@ class LayoutSuggestions:
         """
         linted = self._linted
         dims = bias.list_dims(bias.use.roles.index(kernel.use.roles[axis]))
-        is_row = id(kernel) in self._row_sharded_kernel_ids or is_attention_output(kernel)
+        is_row = id(kernel) in self._row_sharded_kernel_ids or id(kernel) in self._linted.attention_outputs
         is_stored = {*dims} <= {*linted.batch_dims}
         if kernel.list_dims(axis) or (is_row and not is_stored) or self._is_odd_bias(bias):
             return None
@@ -162,7 +161,11 @@ class LayoutSuggestions:
         if layout.find_uneven_axes(w.shape):
             return None
         role = w.use.roles[axis].partition(".")[0]
-        is_of_heads = role == "out" if id(w) in self._qkv_by_id else role == "in" and is_attention_output(w)
+        is_of_heads = (
+            role == "out"
+            if id(w) in self._qkv_by_id
+            else role == "in" and id(w) in self._linted.attention_outputs
+        )
         unit = w.use.head_size if is_of_heads and w.use.head_size else 1
         return None if w.shape[axis] // layout.num_shards(axis) % unit else layout
 

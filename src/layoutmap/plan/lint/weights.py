@@ -25,6 +25,12 @@ from layoutmap.plan.lint.inferred_roles import (
 )
 from layoutmap.plan.table import PlanTable
 
+GUESSED_ORDER = (
+    "by the order in which the layers were made; names such as up and down show the order of calls, "
+    "and so does inputs= for a Keras model"
+)
+"""Explanation of the order of `LintedPlan.guessed_pairs`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -122,9 +128,10 @@ def list_sharding_dims_in_compute(
 
 
 class ExpertWeightIds(NamedTuple):
-    """The ids of the assignments of stacked expert weights, and of their routers."""
+    """The ids of the assignments of stacked expert weights, of experts' weights in lists, and of their routers."""
 
     stacks: Set[int]
+    listed: Set[int]
     routers: Set[int]
 
 
@@ -161,16 +168,57 @@ class LintedPlan:
 
     @cached_property
     def blocks(self) -> list[list[Weight]]:
-        """The kernels, grouped by the block (the parent layer) that contains their layers."""
+        """The kernels, grouped by the block (the parent layer) that contains their layers.
+
+        They are in the order of calls if it is known, else in the order in which the layers were made.
+        """
         groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
         for w in self.kernels:
             groups[w.assignment.variable.model, w.block].append(w)
-        return list(groups.values())
+        return [
+            block
+            if any(w.use.reads is None for w in block)
+            else sorted(block, key=lambda w: w.use.reads or 0)
+            for block in groups.values()
+        ]
 
     @cached_property
     def kernel_pairs(self) -> list[tuple[Weight, Weight]]:
         """The pairs of kernels in which the second takes the output of the first."""
         return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
+
+    @cached_property
+    def unordered_kernels(self) -> Set[int]:
+        """The ids of square kernels that no name or call orders among those of equal size in their block."""
+        found = set[int]()
+        for block in self.blocks:
+            parts = {id(w) for w in self.find_attention_kernels(block).values()}
+            parts.update(id(w) for pair in iterate_list_pairs(block) for w in pair)
+            groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for w in block:
+                is_paired = id(w) in self.kernels_before or id(w) in self.kernels_after
+                is_square = w.list_axis_sizes("in") == w.list_axis_sizes("out")
+                if is_square and w.use.reads is None and not is_paired and id(w) not in parts:
+                    groups[w.list_axis_sizes("in")].append(id(w))
+            found.update(key for group in groups.values() if len(group) > 1 for key in group)
+        return found
+
+    @cached_property
+    def guessed_pairs(self) -> Set[tuple[int, int]]:
+        """The ids of two kernels of `kernel_pairs` that fit in both orders, ordered only by when they were made."""
+        found = set[tuple[int, int]]()
+        for first, second in self.kernel_pairs:
+            fits = first.list_axis_sizes("in") == second.list_axis_sizes("out")
+            is_only = fits and len(self.kernels_before[id(second)]) == len(self.kernels_after[id(first)]) == 1
+            is_known = (
+                None not in (first.use.reads, second.use.reads)
+                or first.assignment.variable.use is None
+                or split_path_at_numbers(first.layer) == split_path_at_numbers(second.layer)
+                or ATTENTION_PARTS["query"].fullmatch(first.layer_name)
+            )
+            if is_only and not is_known and _is_first_of_two(self, first, second) is None:
+                found.add((id(first), id(second)))
+        return found
 
     def count_sizes(self, sizes: Sequence[int]) -> int:
         """Return how many axes of the model's weights have one of these sizes."""
@@ -230,7 +278,7 @@ class LintedPlan:
 
     @cached_property
     def experts(self) -> ExpertWeightIds:
-        """The stacked weights of experts, and the kernels of their routers.
+        """The stacked weights of experts, those in lists, and the kernels of their routers.
 
         A router has the axes (features, experts), or in the other order as its use or its name shows. Beside it are
         two stacks or more. The first axis of each is that of the experts, and another one has the size of the features.
@@ -260,7 +308,11 @@ class LintedPlan:
                 if len(kernels) > 1 and all(features in each.variable.shape[1:] for each in kernels):
                     found |= {id(each) for each in members}
                     routers.add(id(a))
-        return ExpertWeightIds(found - routers, routers)
+        listed = set[int]()
+        for router, members in _iterate_expert_lists(weights):
+            routers.add(id(router))
+            listed.update(map(id, members))
+        return ExpertWeightIds(found - routers, listed, routers)
 
     def is_expert_stack(self, a: Assignment) -> bool:
         """Return whether a weight is a stack of experts, by its router or by its path."""
@@ -268,8 +320,9 @@ class LintedPlan:
 
     @cached_property
     def unchecked_weights(self) -> list[Assignment]:
-        """The sharded weights with several axes of unknown roles, which the checks of roles leave out."""
-        known = {id(w.assignment) for w in self.weights} | self.experts.routers
+        """The sharded weights with several axes of unknown roles or order, which the checks of roles leave out."""
+        ordered = {id(w.assignment) for w in self.weights if id(w) not in self.unordered_kernels}
+        known = ordered | self.experts.routers
         return [
             a
             for a in self.plan.assignments
@@ -304,17 +357,27 @@ class LintedPlan:
         return {part: each[0] for part, each in found.items()} if _has_one_kernel_per_part(found) else {}
 
     def find_attention_output(self, block: Sequence[Weight]) -> Weight | None:
-        """Return the output kernel of an attention block by its name, or as the only one beside query, key, and value.
+        """Return the output kernel of an attention block, by its name or its sizes, or None if it is unclear.
 
-        Return None if no kernel has the name, and the block has several others, or one of other sizes.
+        Beside query, key, and value, it is the only kernel with the axes of the query in the other order.
         """
         parts = self.find_attention_kernels(block)
-        takers = [w for w in block if is_attention_output(w)]
+        takers = [w for w in block if is_attention_output_name(w.layer_name)]
         if parts and not takers:
-            ids, sizes = {*map(id, parts.values())}, parts["query"].list_axis_sizes("out")
-            rest = [w for w in block if id(w) not in ids]
-            takers = [w for w in rest if len(rest) == 1 and w.list_axis_sizes("in") == sizes]
+            ids = {*map(id, parts.values())}
+            into, out = map(parts["query"].list_axis_sizes, ("in", "out"))
+            takers = [
+                w
+                for w in block
+                if id(w) not in ids and (w.list_axis_sizes("in"), w.list_axis_sizes("out")) == (out, into)
+            ]
         return takers[0] if len(takers) == 1 else None
+
+    @cached_property
+    def attention_outputs(self) -> Set[int]:
+        """The ids of the output kernels of attention, by their names or beside query, key, and value."""
+        named = {id(w) for w in self.kernels if is_attention_output_name(w.layer_name)}
+        return named | {id(w) for block in self.blocks if (w := self.find_attention_output(block))}
 
     def choose_head_dims(self, block: Sequence[Weight]) -> tuple[str, ...]:
         """Return the mesh dims over which most attention kernels of a block shard heads, or () if no dims fit.
@@ -332,6 +395,31 @@ class LintedPlan:
             if not parts["query"].count_heads("out") % math.prod(map(self.plan.mesh.dim_size, each))
         ]
         return max(fitting, key=lambda each: (not {*each} & {*self.batch_dims}, dims.count(each)), default=())
+
+
+def _iterate_expert_lists(weights: Sequence[Assignment]) -> Iterator[tuple[Assignment, Sequence[Assignment]]]:
+    """Yield the kernel of each router, by its name, with the weights of a list beside it with one expert per output."""
+    routers: dict[tuple[str, str], list[Assignment]] = defaultdict(list)
+    for a in weights:
+        if len(a.variable.shape) == 2 and (match := ROUTER.search(a.variable.path)):
+            module = a.variable.path[: match.end(2)].rpartition(".")[0]
+            routers[a.variable.model, module].append(a)
+    lists: dict[tuple[str, str, str], dict[str, list[Assignment]]] = defaultdict(lambda: defaultdict(list))
+    for a in weights if routers else ():
+        parts = a.variable.path.split(".")
+        for n, number in enumerate(parts[1:-1], 1):
+            if number.isdigit():
+                lists[a.variable.model, ".".join(parts[: n - 1]), parts[n - 1]][number].append(a)
+    for (model, module, _), experts in lists.items():
+        for router in routers.get((model, module), ()):
+            shape, use = router.variable.shape, router.variable.use
+            outs = (
+                [n for n, role in zip(shape, use.roles, strict=True) if role.startswith("out")]
+                if use
+                else shape
+            )
+            if 1 < len(experts) in outs:
+                yield router, [each for members in experts.values() for each in members]
 
 
 def _group_second_weights_by_first(pairs: Iterable[tuple[Weight, Weight]]) -> Mapping[int, Sequence[Weight]]:
@@ -366,9 +454,14 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             is_unclear = len(ins.get(outer, ())) == len(outs.get(outer, ())) == 1
             are_siblings = len(makers) > 1 and {w.list_axis_sizes("in") for w in makers} == {outer}
             for maker in makers:
-                is_first = are_siblings or order[id(maker)] < order[id(taker)]
-                if is_unclear and maker.list_axis_sizes("in") == outer:
-                    is_first = _is_first_of_two(linted, maker, taker, is_first)
+                is_first = None
+                if maker.use.reads is not None and taker.use.reads is not None:
+                    is_first = maker.use.reads < taker.use.reads
+                elif is_unclear and maker.list_axis_sizes("in") == outer:
+                    is_first = _is_first_of_two(linted, maker, taker)
+                if is_first is None:
+                    # This order decides last, because some libraries sort layers by their names.
+                    is_first = are_siblings or order[id(maker)] < order[id(taker)]
                 if is_first:
                     yield maker, taker
     query = linted.find_attention_kernels(block).get("query")
@@ -385,7 +478,8 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
     seconds = [
         w
         for w in block
-        if SECOND_KERNEL.fullmatch(w.layer_name) and not (query is not None and is_attention_output(w))
+        if SECOND_KERNEL.fullmatch(w.layer_name)
+        and not (query is not None and id(w) in linted.attention_outputs)
     ]
     if len(seconds) == 1 and seconds[0].list_axis_sizes("in") == seconds[0].list_axis_sizes("out"):
         firsts = [w for w in outs[seconds[0].list_axis_sizes("in")] if FIRST_KERNEL.fullmatch(w.layer_name)]
@@ -409,17 +503,17 @@ def _iterate_pairs_by_inputs(block: Sequence[Weight]) -> Iterator[tuple[Weight, 
             yield from ((w, takers[0]) for w in squares)
 
 
-def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight, is_listed_first: bool) -> bool:
+def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight) -> bool | None:
     """Return whether `other` takes the output of `w` and not `w` that of `other`, if their sizes allow both.
 
-    Names decide, then the sizes: the one between the two occurs less often than the width of the model. The order of
-    layers decides last, because some libraries sort layers by their names.
+    Names decide, then the sizes: the one between the two occurs less often than the width of the model. Return None if
+    neither decides.
     """
     for first, second in ((w, other), (other, w)):
         if FIRST_KERNEL.fullmatch(first.layer_name) and SECOND_KERNEL.fullmatch(second.layer_name):
             return first is w
     inner, outer = (linted.count_sizes(w.list_axis_sizes(role)) for role in ("out", "in"))
-    return is_listed_first if inner == outer else inner < outer
+    return None if inner == outer else inner < outer
 
 
 def iterate_list_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
@@ -497,11 +591,6 @@ def _count_fused_parts(fused: Weight, taker: Weight) -> float:
 
 def _has_one_kernel_per_part(kernels_by_part: dict[str, list[Weight]]) -> bool:
     return all(len(each) == 1 for each in kernels_by_part.values())
-
-
-def is_attention_output(weight: Weight) -> bool:
-    """Return whether a kernel is, by its name, the output projection of attention."""
-    return is_attention_output_name(weight.layer_name)
 
 
 def is_attention_output_name(layer_name: str) -> bool:
