@@ -324,7 +324,11 @@ def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -
             w,
             f"it is replicated, and the outputs of {kernel.name} are {'to be ' * is_changed}sharded over "
             f"{_join_dims(sorted(dims))}",
-            {kernel.name: f"{kernel.shape}  {kernel.layout if is_changed else kernel.layout_text}"},
+            {
+                kernel.name: f"{kernel.shape}  {kernel.layout} (as advised)"
+                if is_changed
+                else f"{kernel.shape}  {kernel.layout_text}"
+            },
             f"each device holds all of it, and adds only its part{others}",
             "shard it as its kernel's outputs are",
             layout,
