@@ -21,7 +21,7 @@ _SECTION = re.compile(
 )
 _PLACE_AN_ARRAY = """import numpy as np
 import layoutmap as lm
-mesh = lm.create_mesh("batch=2,model=2", device_type="cpu")
+mesh = lm.create_mesh("all=-1", device_type="cpu")
 lm.dtensor.relayout(np.zeros(()), lm.Layout.replicated(mesh, 0))
 """
 _DTENSOR = """import tensorflow as tf
