@@ -446,6 +446,9 @@ def test_a_model_that_is_no_longer_as_planned_is_refused():
     sync = lm.plan_sync(trainer, sampler)
     with pytest.raises(lm.PlanError, match="the trainer has changed since the plan"):
         sync({"a": place(np.ones(8), mesh, None)})
+    in_host_memory = lm.dtensor.relayout(trainer["a"], lm.Layout(["x"], mesh, memory="pinned_host"))
+    with pytest.raises(lm.PlanError, match="the trainer has changed since the plan"):
+        sync({"a": in_host_memory})
 
     assert 0 == sync.version
 

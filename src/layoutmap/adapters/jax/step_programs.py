@@ -218,7 +218,9 @@ class StepPrograms:
         mesh, native_mesh = self.find_call_mesh_and_native_mesh(names, call.leaves)
         num_rows = {np.shape(leaf)[0] for leaf in call.leaves if isinstance(leaf, np.ndarray) and leaf.ndim}
         batch_dims = {*list_batch_dims(self._options.batch_dim)}
-        has_batch = bool(num_rows) or any(batch_dims & _list_first_axis_dims(leaf) for leaf in call.leaves)
+        has_batch = bool(num_rows) or any(
+            batch_dims & _list_first_axis_dims(getattr(leaf, "sharding", None)) for leaf in call.leaves
+        )
         by_rule = self._find_shardings_by_rule(call, names, owners, native_mesh)
         off_mesh, to_place, shapes = dict[int, bool](), dict[int, bool](), list[jax.ShapeDtypeStruct]()
         short = dict[int, Shape]()  # logical shapes of batches with uneven shards
@@ -383,7 +385,7 @@ class StepPrograms:
         """Warn if a scan iterates over microbatches of consecutive rows, which few devices store."""
         sizes = shardings[0].mesh.shape if shardings else {}
         dims = {dim for dim in list_batch_dims(self._options.batch_dim) if sizes[dim] > 1}
-        sharded = [n for n, each in enumerate(shardings) if dims & {*jax.tree.leaves(tuple(each.spec[:1]))}]
+        sharded = [n for n, each in enumerate(shardings) if dims & _list_first_axis_dims(each)]
         for number, count in find_microbatches_of_consecutive_rows(jaxpr, sharded):
             name, rows = inputs[number].name, inputs[number].shape[0]
             warning = LayoutMapWarning(
@@ -576,10 +578,9 @@ class StepPrograms:
             warnings.warn(warning, stacklevel=find_user_stacklevel())
 
 
-def _list_first_axis_dims(leaf: Any) -> set[str]:
-    """Return the mesh dims over which the first axis of an array is sharded."""
-    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
-    return {*jax.tree.leaves(tuple(spec[:1]))}
+def _list_first_axis_dims(sharding: object) -> set[str]:
+    """Return the mesh dims over which a sharding shards the first axis. Other objects shard it over none."""
+    return {*jax.tree.leaves(tuple(getattr(sharding, "spec", ())[:1]))}
 
 
 def _check_results_have_no_nnx_objects(name: str, out: object) -> None:

@@ -444,7 +444,8 @@ def _compute_convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.A
         return lax.conv_general_dilated_p.bind(*operands, **params)
     is_product = groups > 1 and math.prod(map(min, windows, result_sizes)) == 1
     # If one of several mesh dims shards a spatial axis, XLA computes a multiple of the result, so gather the spatial
-    # axes. Gather them on a mesh with one dim, too, because Shardy may split that dim into several.
+    # axes. Gather them on a mesh with one dim, too, because Shardy may split that dim into several. Axes on which the
+    # window has one element need it, too: without it, XLA computed some of 150 drawn convolutions wrongly.
     lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
     if by_batch and math.prod(result_sizes):
         return _convolve_batch_groups(result_sizes, lhs, rhs, **params)
@@ -546,6 +547,7 @@ def _transpose_and_pad_operands(
     dtype = jnp.result_type(lhs if preferred_element_type is None else preferred_element_type)
     sums = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     edges = [(low, high, dilation - 1) for (low, high), dilation in zip(padding, lhs_dilation, strict=True)]
+    # XLA ends the process if one pad has gaps between elements and a negative edge, so insert the gaps separately.
     lhs = _pad_array(
         jnp.transpose(lhs, dimension_numbers.lhs_spec),
         jnp.zeros((), lhs.dtype),

@@ -37,7 +37,6 @@ FIRST_KERNEL = re.compile(
 SECOND_KERNEL = re.compile(rf"(.*_)?((w|fc|linear|dense)_?(2|o|out)|down|out|c_proj|proj){_END}")
 _PROJECTION = re.compile(r"(.*_)?proj")
 _TABLE = re.compile(r"(?!.*(unembed|patch|time|proj|norm))(.*_)?(wte|wpe|emb|embed.*|tok(en)?s?|vocab.*)")
-ROUTER = re.compile(r"(^|[._])(router|gate)(\.[^.]+)?$")
 HEAD = re.compile(r"(.*_)?(head|logits|unembed(ding)?|classifier|predictions)")
 _KERNEL = re.compile(r"kernel|weights?|w|W|\d+")  # the name of an array that says nothing about its layer
 _BIAS = re.compile(r"b|bias|\d+")
