@@ -32,3 +32,19 @@ def test_the_first_table_fits_a_phone(evidence):
 
     assert 6 == first.splitlines()[0].count("|")
     assert [] == re.findall(r"seeds \d|commits? `|tools/fuzz\.py", shown)
+
+
+def test_counts_of_two_runs_are_added(evidence):
+    """`--add` adds cases and outcomes, names both commands, and refuses seeds that are already counted."""
+    run = {"cases": 2, "refused": 0, "all held": 2, "seeds": [10, 11], "date": "2026-11-29", "commits": ["a"]}
+    old = run | {"laws": {"plans": dict.fromkeys(evidence.OUTCOMES, 1)}, "commands": ["first"]}
+    laws = {law: dict.fromkeys(evidence.OUTCOMES, 2) for law in ("plans", "syncs")}
+    new = run | {"all held": 1, "seeds": [12, 13], "date": "2026-11-30", "laws": laws, "commands": ["second"]}
+
+    total = evidence.add_counts("torch", old, new)
+
+    assert (4, 3, [10, 13], "2026-11-30") == tuple(total[k] for k in ("cases", "all held", "seeds", "date"))
+    assert {"plans": 3, "syncs": 2} == {law: outcomes["held"] for law, outcomes in total["laws"].items()}
+    assert (["a"], ["first", "second"]) == (total["commits"], total["commands"])
+    with pytest.raises(ValueError, match=r"torch: the seeds \[10, 11\] overlap"):
+        evidence.add_counts("torch", total, run)

@@ -1,7 +1,7 @@
 """Count the outcomes of drawn cases, and write docs/evidence.md from docs/evidence.json.
 
-`tools/fuzz.py --publish` replaces the counts of the subjects that it tried. docs/evidence.json also has the seeds,
-commits, and commands of each subject.
+`tools/fuzz.py --publish` replaces the counts of the subjects that it tried, and `--publish --add` adds to them.
+docs/evidence.json also has the seeds, commits, and commands of each subject.
 """
 
 from __future__ import annotations
@@ -56,22 +56,52 @@ def format_summary(counts: Counts) -> str:
     return "\n".join(format_table(["", "law", *OUTCOMES], rows, OUTCOMES))
 
 
-def publish(counts: Counts, command: str) -> None:
+def publish(counts: Counts, command: str, *, adds: bool = False) -> None:
     """Write the counts into docs/evidence.json and the tables of docs/evidence.md.
 
     Args:
         counts: Counts from `count_outcomes`.
         command: Command that tried the cases.
+        adds: Whether to add to the counts of earlier commands, instead of replacing them.
+
+    Raises:
+        ValueError: A seed would be counted twice.
     """
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
     kept: Counts = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     known = {"date": date.today().isoformat(), "commits": [commit], "commands": [command]}
-    kept |= {subject: subject_counts | known for subject, subject_counts in counts.items()}
+    for subject, subject_counts in counts.items():
+        is_first = not adds or subject not in kept
+        new = subject_counts | known
+        kept[subject] = new if is_first else add_counts(subject, kept[subject], new)
     kept = {subject: kept[subject] for subject in SUBJECTS | PADDED if subject in kept}
     KEPT.write_text(f"{json.dumps(kept, indent=1)}\n", encoding="utf-8")
     _write_table("drawn", make_tables(kept))
+
+
+def add_counts(subject: str, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return the sum of two counts of a subject, with the seeds, commits, and commands of both.
+
+    Raises:
+        ValueError: Both have the same seeds.
+    """
+    if new["seeds"][0] <= old["seeds"][1] and old["seeds"][0] <= new["seeds"][1]:
+        raise ValueError(
+            f"{subject}: the seeds {new['seeds']} overlap the published seeds {old['seeds']}, so cases would be "
+            f"counted twice: choose another --seed, or publish without --add"
+        )
+    total = {name: old[name] + new[name] for name in ("cases", "refused", "all held", "commits", "commands")}
+    total["laws"] = {
+        law: {
+            outcome: sum(each["laws"].get(law, {}).get(outcome, 0) for each in (old, new))
+            for outcome in OUTCOMES
+        }
+        for law in old["laws"] | new["laws"]
+    }
+    seeds = [min(old["seeds"][0], new["seeds"][0]), max(old["seeds"][1], new["seeds"][1])]
+    return new | total | {"seeds": seeds, "commits": [*dict.fromkeys(total["commits"])]}
 
 
 def publish_faults(rows: Iterable[Sequence[str]], minutes: float) -> None:

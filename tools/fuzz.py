@@ -69,7 +69,8 @@ def main(arguments: list[str]) -> int:
         print("interrupted: cases in work have no outcome", file=sys.stderr)
         return 130
     if asked.publish:
-        evidence.publish(counts, f"python tools/fuzz.py {' '.join(a for a in arguments if a != '--publish')}")
+        command = " ".join(each for each in arguments if each not in ("--publish", "--add"))
+        evidence.publish(counts, f"python tools/fuzz.py {command}", adds=asked.add)
     return int(any(each.outcome.is_failure for each in tried))
 
 
@@ -99,6 +100,11 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--until-found", action="store_true", help="stop at the first law that does not hold")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where results go (default: results/)")
     parser.add_argument("--publish", action="store_true", help="write docs/evidence.md from what came of it")
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="with --publish: add to the published counts, instead of replacing them",
+    )
     return parser
 
 
