@@ -298,9 +298,17 @@ def _has_safe_placements(tensors: list[DTensor], name: str) -> bool:
     waiting = {p for tensor in tensors for p in tensor.placements if not _is_shard_or_replicate(p)}
     sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}  # pyright: ignore[reportUnknownMemberType]
     others = waiting - sums
+    # DTensor converts the other operand of a sum to a partial sum. Each later operator would then add it up again, and
+    # a product would gather the weight instead. So a residual connection adds up the partial sum.
+    if name in ("add", "sub") and len({*map(_list_partial_dims, tensors)}) > 1:
+        return False
     return (not sums or (name in SUMS_PASS and len(sums) == 1)) and (
         not others or (name in ANY_ORDER and not any(p.is_partial() for p in others))
     )
+
+
+def _list_partial_dims(tensor: DTensor) -> tuple[int, ...]:
+    return tuple(dim for dim, placement in enumerate(tensor.placements) if placement.is_partial())
 
 
 def _needs_shard_as_partial_sum(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:

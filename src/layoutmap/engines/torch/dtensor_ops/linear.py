@@ -37,7 +37,8 @@ from layoutmap.engines.torch.specs import (
 def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """Compute `linear` on local shards, or by DTensor if an argument would have to be redistributed."""
     given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-    tensors: list[Any] = [given["input"], given["weight"], given.get("bias")]
+    # DTensor would gather the weight to multiply a partial sum, so add up the sum first.
+    tensors: list[Any] = [*map(reduce_if_partial, (given["input"], given["weight"], given.get("bias")))]
     plan = None
     # Under autocast, torch must first convert the arguments, so leave the product to torch.
     if not any(map(torch.is_autocast_enabled, {each.device.type for each in tensors[:2]})):
@@ -48,7 +49,7 @@ def _compute_linear(function: Function, args: Args, kwargs: Kwargs) -> torch.Ten
         result = _compute_linear(function, (tensors[0].unsqueeze(0), tensors[1]), {}).squeeze(0)
         return result if tensors[2] is None else result + tensors[2]
     if plan is None:
-        result = function(*args, **kwargs)
+        result = function(*tensors)
         return result if result.ndim else reduce_if_partial(result)
     return _LinearFunction.apply(*tensors, plan)
 
