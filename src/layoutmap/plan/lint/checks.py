@@ -299,7 +299,7 @@ def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -
     pairs = [
         (w, replace(kernel, assignment=replace(a, layout=changed.get(id(a), a.layout))), id(a) in changed)
         for w in linted.weights
-        if (kernel := linted.find_kernel_of_bias(w))
+        if (kernel := linted.find_kernel_of_bias(w)) and id(kernel) not in linted.unordered_kernels
         for a in [kernel.assignment]
     ]
     layouts = [make_bias_layout(w, kernel) for w, kernel, _ in pairs]

@@ -110,9 +110,12 @@ class LayoutSuggestions:
         return self._sibling_layouts.get(make_sibling_key(a))
 
     def _suggest_bias_layout(self, w: Weight) -> Layout | None:
-        """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated."""
+        """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated.
+
+        It stays so beside a kernel in unknown order, because it fits then even if the kernel's axes are swapped.
+        """
         kernel = self._linted.find_kernel_of_bias(w)
-        if kernel is None:
+        if kernel is None or id(kernel) in self._linted.unordered_kernels:
             return None
         advised = self._changed_layouts_by_id.get(id(kernel.assignment), kernel.layout)
         return make_bias_layout(w, replace(kernel, assignment=replace(kernel.assignment, layout=advised)))
