@@ -125,8 +125,8 @@ def test_calls_show_which_kernel_takes_the_outputs_of_another():
         def make(reads_values=reads_values):
             return Reversed(reads_values)
 
-        rules = lm.suggest(make, "batch=2,model=4", inputs=inputs)
-        plan = lm.plan(make, rules, inputs=inputs)
+        rules = lm.suggest(make, "batch=2,model=4", inputs=inputs, library="jax")
+        plan = lm.plan(make, rules, inputs=inputs, library="jax")
         layouts = [plan[f"{name}.kernel"].layout for name in ("later", "first")]
 
         assert axes == tuple(layout.sharding_specs.index("model") for layout in layouts)

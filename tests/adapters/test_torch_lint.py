@@ -88,13 +88,15 @@ def test_calls_show_which_kernel_takes_the_outputs_of_another():
     """They decide, and not the order in which the layers were made. Code that reads values leaves it unknown."""
     made = []
 
-    def make(**options):
+    def make(compiles=False, **options):
         made.append(Reversed(**options))
+        if compiles:
+            made[-1].compile()
         return made[-1]
 
     def list_specs(make, inputs):
-        rules = lm.suggest(make, "batch=2,model=4", inputs=inputs)
-        plan = lm.plan(make, rules, inputs=inputs)
+        rules = lm.suggest(make, "batch=2,model=4", inputs=inputs, library="torch")
+        plan = lm.plan(make, rules, inputs=inputs, library="torch")
         assert [] == [*plan.lint(), *plan.problems]
         specs = {
             a.variable.path: a.layout.sharding_specs.index("model")
@@ -107,6 +109,7 @@ def test_calls_show_which_kernel_takes_the_outputs_of_another():
     x = torch.zeros(8, 64)
     for inputs in (x, [x, 2], {"x": x}):
         assert ({"later.weight": 1, "first.weight": 0}, []) == list_specs(make, inputs)
+    assert ({"later.weight": 1, "first.weight": 0}, []) == list_specs(lambda: make(compiles=True), x)
     specs, guessed = list_specs(lambda: make(reads_values=True), x)
     assert ({"later.weight": 0, "first.weight": 1}, 2) == (specs, len(guessed))
     assert [0] * len(made) == [model.calls for model in made]

@@ -81,7 +81,7 @@ def number_module_inputs(model: torch.nn.Module, inputs: Any, mode: FakeTensorMo
     try:
         for module in modules:
             module.register_forward_pre_hook(record_input, with_kwargs=True)
-        with mode, torch.no_grad():
+        with torch.compiler.set_stance("force_eager"), mode, torch.no_grad():
             fake = tree_map(make_fake_tensor, dict(inputs) if is_mapping(inputs) else inputs)
             call_model(model, (fake, None))
     except Exception:  # the user's code may raise any error
