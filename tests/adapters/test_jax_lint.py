@@ -100,6 +100,40 @@ def test_the_size_of_a_head_is_known_where_heads_share_an_axis():
     assert ("in.0", "in.1", "out.0") == found["flax", "out", "kernel"].roles
 
 
+class Reversed(nnx.Module):
+    """Two layers with own names, of which the second is made first. A norm and a dropout keep states."""
+
+    def __init__(self, reads_values=False):
+        rngs = nnx.Rngs(0)
+        self.later, self.first = nnx.Linear(256, 64, rngs=rngs), nnx.Linear(64, 256, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, use_bias=False, use_scale=False, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.reads_values = reads_values
+
+    def __call__(self, x):
+        hidden = nnx.relu(self.first(inputs=self.norm(x)))
+        if self.reads_values and hidden.sum() > 0:
+            hidden = -hidden
+        return x + self.drop(self.later(hidden))
+
+
+def test_calls_show_which_kernel_takes_the_outputs_of_another():
+    """They decide, and not the order in which the layers were made. Code that reads values leaves it unknown."""
+    x = jax.ShapeDtypeStruct((8, 64), "float32")
+    for inputs, reads_values, axes in ((x, False, (0, 1)), ({"x": x}, False, (0, 1)), (x, True, (1, 0))):
+
+        def make(reads_values=reads_values):
+            return Reversed(reads_values)
+
+        rules = lm.suggest(make, "batch=2,model=4", inputs=inputs, library="jax")
+        plan = lm.plan(make, rules, inputs=inputs, library="jax")
+        layouts = [plan[f"{name}.kernel"].layout for name in ("later", "first")]
+
+        assert axes == tuple(layout.sharding_specs.index("model") for layout in layouts)
+        assert 2 * reads_values == sum("order" in rule.reason for rule in rules.rules)
+        assert [] == [*plan.lint(), *plan.problems]
+
+
 def test_a_plan_of_nnx_is_linted():
     """Heads that devices divide, and a table that is replicated, are found."""
     layout_map = lm.LayoutMap(lm.Mesh(None, "model=8"))

@@ -57,6 +57,68 @@ def test_the_size_of_a_head_is_known_for_what_attention_modules_hold():
     assert found["layers.0.input_layernorm.weight"] is None
 
 
+class Reversed(torch.nn.Module):
+    """Two layers with own names, of which the second is made first. It keeps the number of its calls."""
+
+    def __init__(self, reads_values=False):
+        super().__init__()
+        self.later, self.first = torch.nn.Linear(256, 64), torch.nn.Linear(64, 256)
+        self.norm, self.calls, self.reads_values = torch.nn.BatchNorm1d(64, affine=False), 0, reads_values
+
+    def forward(self, x, scale=1):
+        self.calls += 1
+        hidden = torch.relu(self.first(input=self.norm(x)))
+        if self.reads_values and hidden.sum() > 0:
+            hidden = -hidden
+        return x + scale * self.later(hidden)
+
+
+class Ask(torch.nn.Module):
+    """Attention with one head and own names. The output layer is made first."""
+
+    def __init__(self):
+        super().__init__()
+        self.join, self.ask, self.hint, self.val = (torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        return self.join(torch.softmax(self.ask(x) @ self.hint(x).mT, -1) @ self.val(x))
+
+
+def test_calls_show_which_kernel_takes_the_outputs_of_another():
+    """They decide, and not the order in which the layers were made. Code that reads values leaves it unknown."""
+    made = []
+
+    def make(compiles=False, **options):
+        made.append(Reversed(**options))
+        if compiles:
+            made[-1].compile(backend="eager")
+        return made[-1]
+
+    def list_specs(make, inputs):
+        rules = lm.suggest(make, "batch=2,model=4", inputs=inputs, library="torch")
+        plan = lm.plan(make, rules, inputs=inputs, library="torch")
+        assert [] == [*plan.lint(), *plan.problems]
+        specs = {
+            a.variable.path: a.layout.sharding_specs.index("model")
+            for a in plan.assignments
+            if "model" in a.layout.sharding_specs and "weight" in a.variable.path
+        }
+        return specs, [rule.reason for rule in rules.rules if "order" in rule.reason]
+
+    seed = torch.random.get_rng_state()
+    x = torch.zeros(8, 64)
+    for inputs in (x, [x, 2], {"x": x}):
+        assert ({"later.weight": 1, "first.weight": 0}, []) == list_specs(make, inputs)
+    assert ({"later.weight": 1, "first.weight": 0}, []) == list_specs(lambda: make(compiles=True), x)
+    specs, guessed = list_specs(lambda: make(reads_values=True), x)
+    assert ({"later.weight": 0, "first.weight": 1}, 2) == (specs, len(guessed))
+    assert [0] * len(made) == [model.calls for model in made]
+    assert not made[0].first._forward_pre_hooks
+    assert torch.equal(seed, torch.random.get_rng_state())
+    expected = {"join.weight": 1, "ask.weight": 0, "hint.weight": 0, "val.weight": 0}
+    assert (expected, []) == list_specs(Ask, torch.zeros(2, 8, 64))
+
+
 # Which the plan that is written for BERT leaves whole
 TABLE = {("replicated table", "bert.embeddings.word_embeddings")}
 KEYS = {("heads", "self_attn.k_proj"), ("heads", "self_attn.v_proj")}

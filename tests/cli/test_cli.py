@@ -238,8 +238,10 @@ def test_the_cost_of_a_step_is_printed_and_its_memory_is_in_the_exit_code(folder
 def test_lint_fails_when_it_finds_something(folder, capsys):
     """In a model or in a plan's file; what it tells is what the library tells, and `plan` says that there is some."""
     (folder / "odd.yaml").write_text(RULES.replace("model: 4}", "model: 4, spare: 3}"))
-    code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "odd.yaml", "--json", "odd.json")
-    told = str(lm.Plan.from_json((folder / "odd.json").read_text()).lint())
+    files = ("--json", "odd.json", "--html", "odd.html")
+    code, out, _ = run(capsys, "plan", "cli_models:make", "--rules", "odd.yaml", *files)
+    plan = lm.Plan.from_json((folder / "odd.json").read_text())
+    told = str(plan.lint())
 
     assert 0 == code
     assert (
@@ -247,6 +249,9 @@ def test_lint_fails_when_it_finds_something(folder, capsys):
         "to see them: layoutmap lint cli_models:make --rules odd.yaml\n" in out
     )
     assert 2 == out.count("Verdict: no problems, 1 finding of lint; ")
+    assert f"Verdict: {plan.verdict.headline}" == out.splitlines()[0]
+    for file in ("odd.json", "odd.html"):
+        assert f'"{plan.verdict.headline}"' in (folder / file).read_text(), file
     assert (1, f"{told}\n", "") == run(capsys, "lint", "odd.json")
     assert (1, f"{told}\n") == run(capsys, "lint", "cli_models:make", "--rules", "odd.yaml")[:2]
     assert (0, "Lint: nothing found; batches are assumed to be sharded over batch\n") == run(

@@ -232,6 +232,35 @@ def test_no_advice_undoes_another(sizes, layouts):
     assert [] == [*plan_rules(variables, mesh, rules, "replicated").lint()]
 
 
+def test_advice_for_three_kernels_in_a_row_is_for_the_first():
+    """All three are sharded by rows. With the first one by columns, the second is right, and so is its bias."""
+    sizes = {"a": (64, 256), "b": (256, 128), "c": (128, 64)}
+    variables = [w for name, pair in sizes.items() for w in make_dense(f"blocks.0.{name}", pair)]
+    rules = Rules(((r".*\.kernel$", ("model", None)), (r".*\.c\.bias$", (None,))))
+    found = plan_rules(variables, Mesh(None, "batch=2,model=4"), rules, "replicated").lint()
+    assert ["blocks.0.a.kernel"] == [problem.subject for problem in found]
+
+
+def test_no_advice_shards_the_bias_of_a_kernel_in_unknown_order():
+    """If the kernel's axes are swapped, its bias would be wrong, too. Without a mistake, a whole bias costs little."""
+    sizes = {"look": (64, 64), "tag": (64, 32), "merge": (64, 64)}
+    variables = [w for name, pair in sizes.items() for w in make_dense(f"blocks.0.{name}", pair)]
+    rules = Rules(((r".*(look|tag|merge)\.kernel$", (None, "model")), (r".*tag\.bias$", ("model",))))
+    plan = plan_rules(variables, Mesh(None, "batch=2,model=4"), rules)
+
+    fixes = {"blocks.0.look.bias", "blocks.0.merge.bias"}
+    assert (
+        fixes
+        == {p.subject for p in plan.problems if p.fix.endswith("= (None,)")}
+        == {p.subject for p in plan.problems}
+    )
+    assert [] == [*plan.lint()]
+    assert (
+        "2 sharded weights not checked"
+        in plan_rules(variables, plan.mesh, rules, "replicated").verdict.headline
+    )
+
+
 @settings(max_examples=100 if EVERYTHING else 2, phases=[Phase.generate], deadline=None)
 @given(st.data())
 def test_advice_for_a_bias_beside_a_swapped_kernel_is_final(data):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutmap import LayoutMap, Mesh
+from layoutmap.core.variables import Kind, VariableSpec
 from layoutmap.plan.suggest_rules import suggest_rules
 from layoutmap.scope.plan import make_plan
 
@@ -540,6 +541,17 @@ def test_an_odd_tied_weight_has_its_rule_under_all_paths():
 def test_the_reason_states_what_does_not_divide(variables, pattern, reason):
     """A weight that no mesh dim divides is replicated, and a table is sharded along its other axis."""
     assert [reason] == [r.reason for r in suggest(variables, "model=16").rules if pattern in r.pattern][:1]
+
+
+def test_indices_and_masks_need_no_rule():
+    """Each device needs them whole. A buffer of floating point has a rule, and so do packed weights."""
+    variables = [
+        VariableSpec(f"{dtype}_buffer", (16, 8), dtype, kind=Kind.STATE)
+        for dtype in ("int64", "bool", "float32", "int32", "uint8")
+    ]
+    rules = suggest(variables)
+    with_rule = [v.dtype for v in variables if any(re.match(rule.pattern, v.path) for rule in rules.rules)]
+    assert ["float32", "int32", "uint8"] == with_rule
 
 
 def test_weights_are_sharded_over_the_batch_dim_of_a_mesh_without_another():

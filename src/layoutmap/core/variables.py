@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache, cached_property
+from typing import TypeVar
 
 from layoutmap.core.arguments import validate_shape
 from layoutmap.core.errors import LayoutError
 from layoutmap.core.layout import Layout
 from layoutmap.core.match import Match
 from layoutmap.core.uneven import Axes
+
+K = TypeVar("K")
 
 
 class Kind(StrEnum):
@@ -48,6 +51,15 @@ class AxisRoles:
     roles: tuple[str, ...]
     head_size: int | None = None
     reads: int | None = field(default=None, compare=False)
+
+
+def number_inputs(inputs: Mapping[K, object]) -> dict[K, int]:
+    """Return a dict from each layer to the number of its input in the order of calls, equal for the same object.
+
+    `inputs` must hold the inputs themselves, because the id of a deleted object can become that of a new one.
+    """
+    numbers: dict[int, int] = {}
+    return {layer: numbers.setdefault(id(each), len(numbers)) for layer, each in inputs.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ from layoutmap.plan.json_fields import (
 )
 from layoutmap.plan.problems import Problem, Severity
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.verdict import judge_plan
+from layoutmap.plan.verdict import Verdict, judge_plan
 
 FORMAT = "layoutmap plan"
 VERSION = 3
@@ -66,8 +66,8 @@ _ROLE = re.compile(r"(in|out)\.[0-9]+|rows|")  # role of an axis; see `AxisRoles
 _HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # an unpaired surrogate, which no encoding can write
 
 
-def plan_to_json(plan: PlanTable) -> str:
-    """Return a plan as JSON text. Equal plans give equal texts."""
+def plan_to_json(plan: PlanTable, verdict: Verdict | None = None) -> str:
+    """Return a plan as JSON text. Equal plans give equal texts. `None` as the verdict: that on the plan alone."""
     mesh: dict[str, Any] = {"dims": _get_dim_sizes(plan.mesh)}
     if plan.mesh.name:
         mesh["name"] = plan.mesh.name
@@ -81,7 +81,8 @@ def plan_to_json(plan: PlanTable) -> str:
         "problems": map(_convert_problem_to_json, plan.problems),
     }
     head = [f'"format": {_dump_json(FORMAT)}, "version": {VERSION}']
-    head += [f'"verdict": {_dump_json(_convert_verdict_to_json(plan))}', f'"mesh": {_dump_json(mesh)}']
+    judged = _convert_verdict_to_json(verdict or judge_plan(plan))
+    head += [f'"verdict": {_dump_json(judged)}', f'"mesh": {_dump_json(mesh)}']
     if plan.device_memory is not None:
         head.append(f'"device_memory": {plan.device_memory}')
     if plan.strict:
@@ -265,11 +266,10 @@ def _convert_rule_to_json(rule: Rule) -> list[Any]:
     return [rule.number, rule.pattern, _list_specs(rule.layout), *(settings if settings != [_ERROR] else ())]
 
 
-def _convert_verdict_to_json(plan: PlanTable) -> dict[str, Any]:
+def _convert_verdict_to_json(verdict: Verdict) -> dict[str, Any]:
     """Return the JSON fields of the verdict on a plan, such as whether the plan passes."""
-    verdict = judge_plan(plan)
     fields = dataclasses.asdict(verdict)
-    # Lint counts these after the plan is made, so a plan does not know their numbers.
+    # The text `says` has these numbers. The fields stay those of earlier releases.
     del fields["num_findings"], fields["num_unchecked"]
     return {"passes": verdict.passes, "says": verdict.headline} | fields
 

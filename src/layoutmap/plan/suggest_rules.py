@@ -17,7 +17,7 @@ from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
-from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions
+from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions, is_index_or_mask
 from layoutmap.plan.lint.weights import (
     GUESSED_ORDER,
     LintedPlan,
@@ -64,11 +64,15 @@ def _group_repeated_weights(plan: PlanTable) -> list[Group]:
 
 
 def _group_variables_needing_rules(plan: PlanTable, key: Callable[[VariableSpec], object]) -> list[Group]:
-    """Return the weights and states that may need rules, without derived variables and scalars, grouped by a key."""
+    """Return the weights and states that may need rules, grouped by a key.
+
+    Derived variables, scalars, indices, and masks need none.
+    """
     found: dict[object, list[Assignment]] = {}
     for a in plan.assignments:
         v = a.variable
-        if v.kind in (Kind.WEIGHT, Kind.STATE) and not v.is_derived and v.rule_shape:
+        is_kept = v.is_derived or not v.rule_shape or is_index_or_mask(v)
+        if v.kind in (Kind.WEIGHT, Kind.STATE) and not is_kept:
             found.setdefault(key(v), []).append(a)
     return list(found.values())
 

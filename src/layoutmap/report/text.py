@@ -15,7 +15,6 @@ from layoutmap.core.variables import format_variable_names, has_several_models
 from layoutmap.plan.completeness import NOT_BUILT
 from layoutmap.plan.problems import merge_problems
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.verdict import judge_plan
 from layoutmap.report.rows import TableRow, make_table_rows
 
 COLUMNS = ("variable", "times", "shape", "dtype", "layout", "shard", "bytes", "per device", "rule")
@@ -164,7 +163,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def format_plan_html(plan: PlanTable) -> str:
+def format_plan_html(plan: PlanTable, verdict_text: str) -> str:
     """Return the verdict, the tables, the cost, and the problems of a plan as HTML."""
     rows = [format_row_cells(row) for row in make_table_rows(plan)]
     found = "".join(
@@ -174,9 +173,8 @@ def format_plan_html(plan: PlanTable) -> str:
         format_html_table("", ACTIVATION_COLUMNS, format_activation_rows(plan)) if plan.activations else ""
     )
     cost = plan.cost.to_html() if plan.cost else ""
-    verdict = format_html_pre(str(judge_plan(plan)))
     return (
-        verdict
+        format_html_pre(verdict_text)
         + format_html_table(f"Plan: {format_plan_summary(plan)}", COLUMNS, rows)
         + activations
         + cost

@@ -86,7 +86,7 @@ class Plan(PlanTable):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the model can be built with this plan and fits the devices.
+        """Whether the model can be built with this plan and fits the devices, and how many findings lint has.
 
         Example:
             >>> from layoutmap.core.variables import VariableSpec
@@ -95,7 +95,7 @@ class Plan(PlanTable):
             >>> print(plan.set_limits(device_memory=2**20).verdict)
             Verdict: fits: 1.0 MiB of 1.0 MiB per device, and 0 B are left for activations
         """
-        return judge_plan(self)
+        return judge_plan(self).add_findings(self._findings)
 
     def explain(self, path: str, layout_map: RuleSet | None = None) -> str:
         """Explain the layout of a variable, and how you can change it.
@@ -349,7 +349,7 @@ class Plan(PlanTable):
         """Return the plan as JSON, one variable per line, for files next to the model and for `diff`."""
         from layoutmap.plan.json import plan_to_json
 
-        return plan_to_json(self)
+        return plan_to_json(self, self.verdict)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -385,10 +385,12 @@ class Plan(PlanTable):
         """
         from layoutmap.report.page.page import make_plan_page, validate_step_explanation
 
+        findings = self.lint(batch_dim)
         return make_plan_page(
             self,
-            self.lint(batch_dim).problems,
+            findings.problems,
             None if explained is None else validate_step_explanation(explained),
+            self.verdict.add_findings(findings),
         )
 
     def to_text(self, width: int | None = None) -> str:
@@ -399,9 +401,8 @@ class Plan(PlanTable):
                 below the table names them. `None`: all columns.
         """
         findings = self.lint()
-        verdict = self.verdict.add_findings(findings)
         line = f"\n\nLint: {findings.summary}; to see them: plan.lint()" if findings else ""
-        return format_plan_text(self, str(verdict), width) + line
+        return format_plan_text(self, str(self.verdict), width) + line
 
     __str__ = to_text
 
@@ -409,7 +410,7 @@ class Plan(PlanTable):
         return f"<Plan: {format_plan_summary(self)}>"
 
     def _repr_html_(self) -> str:
-        return format_plan_html(self)
+        return format_plan_html(self, str(self.verdict))
 
 
 def _convert_result_to_plan(function: Callable[P, PlanTable]) -> Callable[P, Plan]:

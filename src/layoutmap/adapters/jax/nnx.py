@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 from flax import nnx
@@ -23,10 +24,11 @@ from layoutmap.adapters.jax.module_outputs import (
 )
 from layoutmap.adapters.jax.pytrees import ModelLeaf, SplitModel, infer_array_kind
 from layoutmap.adapters.jax.roles import find_weight_axis_roles
+from layoutmap.adapters.jax.training import call_model, get_batch_inputs
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import StepTracer
-from layoutmap.core.variables import Kind
+from layoutmap.core.variables import Kind, number_inputs
 from layoutmap.engines import get_engine
 from layoutmap.engines.jax.ambient import differs_from_ambient_mesh, warn_of_different_axis_types
 
@@ -198,6 +200,56 @@ def report_calls_to_tracer(model: nnx.Module, tracer: StepTracer) -> None:
     """Make each module report its calls to a tracer."""
     for path, module in list_layers(model):
         set_call_handler(module, CallTracingHandler(tracer, path))
+
+
+class _InputRecorder:
+    """Tracer that stores the last input of each module by the module's path, in the order of calls."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, object] = {}
+
+    def should_recompute(self, path: str) -> bool:
+        return False
+
+    def call_layer(self, path: str, function: Callable[..., object], args: Any, kwargs: Any) -> object:
+        self.inputs.pop(path, None)
+        arrays = (leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array))
+        if (array := next(arrays, None)) is not None:
+            self.inputs[path] = array
+        return function(*args, **kwargs)
+
+
+def number_module_inputs(
+    parts: SplitModel, arrays: Sequence[object], forward: Callable[..., object] | None, inputs: object
+) -> dict[str, int]:
+    """Return a dict from the path of each called module to the number of the array that it reads in its last call.
+
+    The model is traced. The dict is empty if that fails.
+
+    Args:
+        parts: The model.
+        arrays: Its arrays, of which only shapes and dtypes are read.
+        forward: Calls the model; `None`: the model is called itself.
+        inputs: Its inputs: an object with shape and dtype, a sequence of these, or a mapping by name.
+    """
+    recorder: Any = _InputRecorder()
+
+    def call_rebuilt_model(arrays: Sequence[object], inputs: Any) -> None:
+        model = parts.rebuild_model(arrays)
+        report_calls_to_tracer(model, recorder)
+        call_model(model, forward, inputs)
+
+    try:
+        described = jax.tree.map(_describe_shape, ([*arrays], get_batch_inputs((inputs,))))
+        jax.eval_shape(call_rebuilt_model, *described)
+    except Exception:  # the user's code may raise any error
+        return {}
+    return number_inputs(recorder.inputs)
+
+
+def _describe_shape(leaf: Any) -> object:
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) if is_array else leaf
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from layoutmap.core.paths import format_path_regex_as_python
 from layoutmap.core.unsupported import UnsupportedFeature
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import check_same_values
-from layoutmap.engines.jax.ambient import make_abstract_mesh
+from layoutmap.engines.jax.ambient import make_abstract_mesh, use_mesh
 from layoutmap.engines.jax.padded import PaddedArray
 
 
@@ -47,6 +47,7 @@ class JaxSession:
     def __init__(self, context: ScopeContext):
         self._context = context
         self.specs: Sequence[VariableSpec] = ()
+        self._inputs: object = None  # of the model, for a plan
 
     def defer_variables(self) -> AbstractContextManager[None]:
         """Raise, because JAX computes arrays immediately.
@@ -133,13 +134,33 @@ class JaxSession:
         return ()
 
     def create_lazy_variables(self, model: object, inputs: object) -> None:
-        """Do nothing, because a JAX model has all arrays once it is built."""
+        """Record the inputs for a plan. A JAX model has all arrays once it is built."""
+        self._inputs = inputs if self._context.plan_only else None
+
+    def _describe_arrays(
+        self, model: object, parts: SplitModel, arrays: Sequence[object]
+    ) -> Sequence[VariableSpec]:
+        """Return the arrays described as variables, in a plan with the numbers of the inputs that modules read."""
+        module = unwrap_train_state(model)
+        if self._inputs is None or not is_nnx_module(module):
+            return parts.specs
+        from layoutmap.adapters.jax import nnx
+
+        forward = model.forward if isinstance(model, TrainState) else None
+        with use_mesh(make_abstract_mesh(self._context.policy.mesh)):
+            numbers = nnx.number_module_inputs(parts, arrays, forward, self._inputs)
+        return [
+            replace(spec, use=replace(spec.use, reads=numbers.get(spec.path.rpartition(".")[0])))
+            if spec.use
+            else spec
+            for spec in parts.specs
+        ]
 
     def _assign_layouts(
         self, model: object, parts: SplitModel, arrays: Sequence[object]
     ) -> Sequence[Assignment]:
         """Return the layout of each array, in the order of the arrays. Raise if the plan has errors."""
-        specs = parts.specs
+        specs = self._describe_arrays(model, parts, arrays)
         order = parts.order or range(len(specs))
         self.specs = specs
         whys = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from layoutmap.core.layout import Layout
-from layoutmap.core.variables import Kind
+from layoutmap.core.variables import Kind, number_inputs
 
 T = TypeVar("T")
 
@@ -70,9 +70,7 @@ class Registry:
 
     def number_inputs(self) -> Mapping[int, int]:
         """Return a dict from the id of each called layer to the number of its input, equal for the same input."""
-        inputs = [(id(layer), id(layer_input)) for layer, layer_input in self._inputs.items()]
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(key for _, key in inputs))}
-        return {layer: numbers[key] for layer, key in inputs}
+        return number_inputs({id(layer): layer_input for layer, layer_input in self._inputs.items()})
 
     def list_optimizers(self) -> list[Any]:
         """Return the optimizers that still exist."""

@@ -6,10 +6,19 @@ modules of the user's code use their weights is unknown.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch.nn.parameter import is_lazy
 
 from layoutmap.adapters.torch.paths import ModelTensor
-from layoutmap.core.variables import AxisRoles
+from layoutmap.adapters.torch.training import call_model
+from layoutmap.core.variables import AxisRoles, number_inputs
+from layoutmap.engines.torch.deferred_init import FakeTensorMode
+from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
+from layoutmap.engines.torch.trees import is_mapping, tree_leaves, tree_map
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 """Names that attention modules of transformers have for the size of a head."""
@@ -25,11 +34,63 @@ def find_head_sizes_by_module_id(root: torch.nn.Module) -> dict[int, int]:
     return sizes_by_module_id
 
 
-def find_axis_roles_and_head_size(model_tensor: ModelTensor, head_sizes: dict[int, int]) -> AxisRoles | None:
-    """Return the roles of a parameter's axes in the first module that stores it, or None if they are unknown."""
+def find_axis_roles_and_head_size(
+    model_tensor: ModelTensor, head_sizes: dict[int, int], inputs: Mapping[int, int] | None = None
+) -> AxisRoles | None:
+    """Return the roles of a parameter's axes in the first module that stores it, or None if they are unknown.
+
+    `inputs` has the number of the input of each called module by the id of the module.
+    """
     attribute = model_tensor.attributes[0]
-    roles = find_axis_roles(attribute.module, attribute.name)
-    return AxisRoles(roles, head_sizes.get(id(attribute.module))) if roles else None
+    key, roles = id(attribute.module), find_axis_roles(attribute.module, attribute.name)
+    return AxisRoles(roles, head_sizes.get(key), (inputs or {}).get(key)) if roles else None
+
+
+def number_module_inputs(model: torch.nn.Module, inputs: Any, mode: FakeTensorMode) -> dict[int, int]:
+    """Return a dict from the id of each called module to the number of the tensor that it reads in its last call.
+
+    The model runs on shapes, and its attributes stay the same. The dict is empty if that fails, as it does if the
+    model's code reads values.
+
+    Args:
+        model: The model.
+        inputs: Its inputs: an object with shape and dtype, a sequence of these, or a mapping by name.
+        mode: The mode of the model's deferred tensors.
+    """
+    read: dict[int, torch.Tensor] = {}
+
+    def record_input(module: torch.nn.Module, args: object, kwargs: object) -> None:
+        read.pop(id(module), None)
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if (tensor := next(tensors, None)) is not None:
+            read[id(module)] = tensor
+
+    def make_fake_tensor(leaf: Any) -> object:
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        dtype = find_torch_dtype(format_dtype(leaf.dtype), "inputs") if is_array else None
+        return torch.empty(tuple(leaf.shape), dtype=dtype, device=device) if is_array else leaf
+
+    modules, weights = [*model.modules()], [*model.parameters()]
+    if any(map(is_lazy, weights)):
+        return {}
+    device = weights[0].device if weights else None
+    before: list[dict[str, Any]] = [
+        {name: copy.copy(each) if is_mapping(each) else each for name, each in vars(module).items()}
+        for module in modules
+    ]
+    try:
+        for module in modules:
+            module.register_forward_pre_hook(record_input, with_kwargs=True)
+        with torch.compiler.set_stance("force_eager"), mode, torch.no_grad():
+            fake = tree_map(make_fake_tensor, dict(inputs) if is_mapping(inputs) else inputs)
+            call_model(model, (fake, None))
+    except Exception:  # the user's code may raise any error
+        return {}
+    finally:
+        for module, attributes in zip(modules, before, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+    return number_inputs(read)
 
 
 def find_axis_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:

@@ -38,7 +38,11 @@ from layoutmap.adapters.torch.paths import (
     list_model_tensors,
     make_model_names,
 )
-from layoutmap.adapters.torch.roles import find_axis_roles_and_head_size, find_head_sizes_by_module_id
+from layoutmap.adapters.torch.roles import (
+    find_axis_roles_and_head_size,
+    find_head_sizes_by_module_id,
+    number_module_inputs,
+)
 from layoutmap.adapters.torch.swap import (
     copy_user_attributes,
     replace_tensors_in_module,
@@ -65,13 +69,17 @@ _FAILED = "its scope failed, so it has no values"
 
 
 def describe_tensors(
-    roots: Sequence[torch.nn.Module], *, skips_dtensors: bool = False
+    roots: Sequence[torch.nn.Module],
+    *,
+    skips_dtensors: bool = False,
+    inputs: Mapping[int, int] | None = None,
 ) -> Iterator[DescribedTensor]:
     """Yield each tensor of models with its description as a variable of a plan.
 
     Args:
         roots: The models.
         skips_dtensors: Whether to leave out DTensors, which in a scope come from an inner scope that sharded them.
+        inputs: The number of the input of each called module, by the id of the module.
     """
     seen: set[int] = set()
     for name, root in zip(make_model_names(roots), roots, strict=True):
@@ -96,7 +104,7 @@ def describe_tensors(
                     parent,
                     axes,
                     model=name,
-                    use=find_axis_roles_and_head_size(model_tensor, sizes),
+                    use=find_axis_roles_and_head_size(model_tensor, sizes, inputs),
                     trainable=model_tensor.is_buffer or tensor.requires_grad,
                 ),
             )
@@ -119,6 +127,7 @@ class TorchSession:
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
+        self._inputs: Mapping[int, int] = {}  # the numbers of the inputs of modules in a plan, by id
         self.patches = FromPretrainedPatches()
         self.planned_tensors: Sequence[DescribedTensor] = ()  # set if the scope makes only a plan
 
@@ -222,7 +231,7 @@ class TorchSession:
         self._unbuilt = [path for root in roots for path in list_lazy_layer_paths(root)]
         if self._unbuilt and not self.context.plan_only:
             self._raise_lazy_layers_error(roots)
-        entries = list(describe_tensors(roots, skips_dtensors=is_new))
+        entries = list(describe_tensors(roots, skips_dtensors=is_new, inputs=self._inputs))
         recipes = {
             e.spec.key: self._tape.make_recipe(t)
             for e in entries
@@ -410,7 +419,10 @@ class TorchSession:
         return model
 
     def create_lazy_variables(self, model: torch.nn.Module, inputs: object) -> None:
-        """Do nothing, since a torch model has its weights once it is built."""
+        """Record for a plan which inputs modules read. A torch model has its weights once it is built."""
+        if self.context.plan_only and inputs is not None:
+            with self.suspend_recording():
+                self._inputs = number_module_inputs(model, inputs, self._tape.fake_mode)
 
 
 class _TapeRecording(SelfClosingContext):

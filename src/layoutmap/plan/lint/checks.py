@@ -163,8 +163,7 @@ def _find_unsharded_common_axis(linted: LintedPlan, first: Weight, second: Weigh
         if not sharded or any(w.list_dims(axis) for axis in w.list_axes(near)):
             continue
         other = second if w is first else first
-        is_between_swapped = not any(map(other.list_dims, other.list_axes(far)))
-        if _has_matching_neighbor_kernel(linted, w, far, over, allow_swapped=is_between_swapped):
+        if _has_matching_neighbor_kernel(linted, w, far, over, allow_swapped=True):
             continue
         moved = _make_swapped_layout(w, sharded[0], w.list_axes(near)[0])
         is_uneven = moved.find_uneven_axes(w.shape)
@@ -189,7 +188,7 @@ def _has_matching_neighbor_kernel(
     """Return whether a kernel next to `w` is replicated, or shards the axis that they share over the same dims.
 
     With `allow_swapped`, that kernel may also shard its other axis over them, if its own finding will swap the two. So
-    of two consecutive kernels, only one is to be changed.
+    of two consecutive kernels, only one is to be changed, and the change of one finding leaves no other outdated.
     """
     others = linted.kernels_before if role == "in" else linted.kernels_after
     near = "out" if role == "in" else "in"
@@ -300,7 +299,7 @@ def _find_replicated_biases(linted: LintedPlan, changed: Mapping[int, Layout]) -
     pairs = [
         (w, replace(kernel, assignment=replace(a, layout=changed.get(id(a), a.layout))), id(a) in changed)
         for w in linted.weights
-        if (kernel := linted.find_kernel_of_bias(w))
+        if (kernel := linted.find_kernel_of_bias(w)) and id(kernel) not in linted.unordered_kernels
         for a in [kernel.assignment]
     ]
     layouts = [make_bias_layout(w, kernel) for w, kernel, _ in pairs]

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from layoutmap.core.layout import Layout
 from layoutmap.core.specs import make_spec
-from layoutmap.core.variables import Assignment, Kind
+from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
@@ -50,8 +50,9 @@ class LayoutSuggestions:
     def suggest_layout(self, a: Assignment) -> Layout | None:
         """Return a sharded layout for a replicated variable, or None if no layout fits or it should stay replicated."""
         w = self._weights_by_id.get(id(a))
-        # A vector of unknown role is small, and each device needs a whole router, so suggest no layout for these.
-        if (w is None and len(a.variable.shape) == 1) or id(a) in self._linted.experts.routers:
+        # A vector of unknown role is small, and each device needs whole routers and indices, so suggest no layout.
+        is_kept = len(a.variable.shape) == 1 or is_index_or_mask(a.variable)
+        if (w is None and is_kept) or id(a) in self._linted.experts.routers:
             return None
         if w is None or w.list_axes("rows"):
             sibling = self._find_sibling_layout(a)
@@ -109,9 +110,12 @@ class LayoutSuggestions:
         return self._sibling_layouts.get(make_sibling_key(a))
 
     def _suggest_bias_layout(self, w: Weight) -> Layout | None:
-        """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated."""
+        """Return the layout for a bias that is sharded like its kernel's outputs, or None if it stays replicated.
+
+        It stays so beside a kernel in unknown order, because it fits then even if the kernel's axes are swapped.
+        """
         kernel = self._linted.find_kernel_of_bias(w)
-        if kernel is None:
+        if kernel is None or id(kernel) in self._linted.unordered_kernels:
             return None
         advised = self._changed_layouts_by_id.get(id(kernel.assignment), kernel.layout)
         return make_bias_layout(w, replace(kernel, assignment=replace(kernel.assignment, layout=advised)))
@@ -243,6 +247,11 @@ class LayoutSuggestions:
             if before is not None and id(before) not in rows and id(w) not in self._qkv_by_id:
                 rows.add(id(w))
         return frozenset(rows)
+
+
+def is_index_or_mask(variable: VariableSpec) -> bool:
+    """Return whether a variable is no weight and has the dtype of indices or masks. Packed weights have others."""
+    return variable.kind is Kind.STATE and variable.dtype in ("bool", "int64")
 
 
 def make_sharded_layout(layout: Layout, axis: int, dims: tuple[str, ...]) -> Layout:

@@ -26,7 +26,7 @@ from layoutmap.plan.table import PlanTable
 
 GUESSED_ORDER = (
     "by the order in which the layers were made; names such as up and down show the order of calls, "
-    "and so does inputs= for a Keras model"
+    "and so does inputs="
 )
 """Explanation of the order of `LintedPlan.guessed_pairs`."""
 

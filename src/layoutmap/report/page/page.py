@@ -16,7 +16,7 @@ from layoutmap.core.errors import PlanError
 from layoutmap.core.escaping import escape_html
 from layoutmap.plan.problems import Problem
 from layoutmap.plan.table import PlanTable
-from layoutmap.plan.verdict import judge_plan
+from layoutmap.plan.verdict import Verdict, judge_plan
 from layoutmap.report.contents import CheckpointContents, format_checkpoint_summary
 from layoutmap.report.page.data import make_page_data, make_verdict_data
 from layoutmap.report.text import format_plan_summary
@@ -49,7 +49,10 @@ _SCRIPTS = (
 
 
 def make_plan_page(
-    plan: PlanTable, findings: Sequence[Problem] = (), explained: Mapping[str, object] | None = None
+    plan: PlanTable,
+    findings: Sequence[Problem] = (),
+    explained: Mapping[str, object] | None = None,
+    verdict: Verdict | None = None,
 ) -> str:
     """Return a plan as a self-contained HTML page. Equal plans give equal pages.
 
@@ -57,9 +60,10 @@ def make_plan_page(
         plan: The plan.
         findings: More problems to show beside those of the plan.
         explained: The explanation of a compiled step, as `to_json` of `step.explain(..)` returns it.
+        verdict: The verdict, with the number of findings; `None`: that on the plan alone.
     """
     data = {
-        "verdict": make_verdict_data(judge_plan(plan)),
+        "verdict": make_verdict_data(verdict or judge_plan(plan)),
         **make_page_data(plan, findings),
         "explained": explained,
     }

@@ -71,6 +71,9 @@ class Tape:
             number from the generator.
         should_record: Returns whether to record the running code, because other tasks may share the thread.
 
+    Attributes:
+        fake_mode: The mode of the deferred tensors, in which operations on them compute shapes, and record nothing.
+
     Example:
         >>> tape = Tape()
         >>> with tape.record_operations():
@@ -97,7 +100,7 @@ class Tape:
         self._tiles = tiles
         self._should_record = should_record
         self._piece = piece_numel
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._operations: list[RecordedOperation] = []
         self._memories: dict[int, DeferredMemory] = {}
         self._shared_constants: dict[int, list[RecordedConstant]] = {}
@@ -112,7 +115,7 @@ class Tape:
             return
         self._depth = 1
         try:
-            with intercept_operations(self, self._fake):
+            with intercept_operations(self, self.fake_mode):
                 yield self
         finally:
             self._depth = 0
@@ -258,7 +261,7 @@ class Tape:
         if op.overloadpacket in OVERWRITING and not any(isinstance(arg, torch.Tensor) for arg in args[1:]):
             return args[0]  # a fill does not change the shape of its first argument, so return that argument
         args, kwargs = tree_map(self._detach_argument, (args, kwargs))
-        with self._fake:
+        with self.fake_mode:
             return op(*args, **kwargs)
 
     def _detach_argument(self, leaf: object) -> object:
