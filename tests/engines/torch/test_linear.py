@@ -8,6 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 PROCESSES = ("torch",)
+c10d = torch.ops.c10d_functional
 
 # What a mesh dim shards: an axis of the input, and one of the weight.
 WAYS = {
@@ -74,6 +75,42 @@ def test_a_layer_that_is_sharded_by_columns_makes_no_collective():
     assert {} == counter.get_comm_counts()
     assert ["S(0)", "P(sum)"] == [str(each) for each in x.grad.placements]
     assert ["P(sum)", "S(0)"] == [str(each) for each in weight.grad.placements]
+
+
+def test_residual_blocks_make_one_all_reduce_per_pass():
+    """With more rows than features, too, where DTensor would gather the weights, which are smaller."""
+    widths = {"gate": (16, 8), "up": (16, 8), "down": (8, 16)}
+    weights = [
+        {name: torch.linspace(-1, 1, 128).view(shape).sin() for name, shape in widths.items()}
+        for _ in range(3)
+    ]
+    x = torch.linspace(-1, 2, 512 * 8).view(8, 64, 8).sin()
+
+    def compute(x, blocks):
+        for block in blocks:
+            normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            hidden = F.silu(F.linear(normed, block["gate"])) * F.linear(normed, block["up"])
+            x = x + F.linear(hidden, block["down"])
+        return x
+
+    plain = [{name: w.clone().requires_grad_() for name, w in block.items()} for block in weights]
+    compute(x, plain).pow(3).sum().backward()
+    with run_on():
+        rules = {"gate": ("model", None), "up": ("model", None), "down": (None, "model")}
+        sharded = [
+            {name: place(w, *rules[name]).requires_grad_() for name, w in block.items()} for block in weights
+        ]
+        batch = place(x, "batch", None, None).requires_grad_()
+        with CommDebugMode() as forward:
+            result = compute(batch, sharded)
+        upstream = 3 * result.detach().pow(2)
+        with CommDebugMode() as backward:
+            result.backward(upstream)
+
+    assert {c10d.all_reduce: 3} == forward.get_comm_counts() == backward.get_comm_counts()
+    for ours, expected in zip(sharded, plain, strict=True):
+        for name, w in ours.items():
+            torch.testing.assert_close(whole(w.grad), expected[name].grad, rtol=1e-4, atol=1e-4)
 
 
 def test_autocast_reaches_a_product():

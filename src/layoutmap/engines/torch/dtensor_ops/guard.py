@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,10 +17,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layoutmap.core.errors import EngineError
 from layoutmap.engines.tested import is_older_than
-from layoutmap.engines.torch.backward import get_backward_node_name
+from layoutmap.engines.torch.backward import get_backward_node_name, get_backward_pass_id
 from layoutmap.engines.torch.changes import install_patches, meshes
 from layoutmap.engines.torch.dtensor_ops.dispatch import (
     OperatorDispatchPatch,
@@ -82,6 +83,10 @@ _EXTREMES = frozenset(("amax", "amin", "argmax", "argmin"))
 
 _RESHAPING_IN_PLACE = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 """In-place operators that change a tensor's shape. Without the underscore they return views."""
+
+
+_reduced_gradients: MutableMapping[DTensor, tuple[tuple[int, int], DTensor]] = WeakIdKeyDictionary()
+"""A dict from a gradient with partial sums to its backward pass and version, and the gradient with the sums reduced."""
 
 
 class _ShardingRuleState(threading.local):
@@ -298,17 +303,23 @@ def _has_safe_placements(tensors: list[DTensor], name: str) -> bool:
     waiting = {p for tensor in tensors for p in tensor.placements if not _is_shard_or_replicate(p)}
     sums = {p for p in waiting if type(p) is Partial and p.reduce_op in ("sum", "avg")}  # pyright: ignore[reportUnknownMemberType]
     others = waiting - sums
-    # DTensor converts the other operand of a sum to a partial sum. Each later operator would then add it up again, and
-    # a product would gather the weight instead. So a residual connection adds up the partial sum.
-    if name in ("add", "sub") and len({*map(_list_partial_dims, tensors)}) > 1:
-        return False
-    return (not sums or (name in SUMS_PASS and len(sums) == 1)) and (
+    return (not sums or (name in SUMS_PASS and len(sums) == 1 and not _is_sum_beside_operand(tensors))) and (
         not others or (name in ANY_ORDER and not any(p.is_partial() for p in others))
     )
 
 
-def _list_partial_dims(tensor: DTensor) -> tuple[int, ...]:
-    return tuple(dim for dim, placement in enumerate(tensor.placements) if placement.is_partial())
+def _is_sum_beside_operand(tensors: list[DTensor]) -> bool:
+    """Return whether partial sums meet another operand of more than one element, as in a residual connection.
+
+    DTensor would convert the operand to a partial sum or multiply by it. Then each later operator would reduce its
+    result, and a product could gather its weight instead, which costs more.
+    """
+    dims = {
+        tuple(dim for dim, placement in enumerate(each.placements) if placement.is_partial())
+        for each in tensors
+        if each.numel() > 1
+    }
+    return len(dims) > 1
 
 
 def _needs_shard_as_partial_sum(tensors: list[DTensor], specs: list[DTensorSpec]) -> bool:
@@ -337,7 +348,14 @@ def _remove_partial_and_strided_placements(value: object, written_ids: set[int])
     """Return an argument without partial and strided placements. Arguments in `written_ids` stay unchanged."""
     if not isinstance(value, DTensor) or id(value) in written_ids or not _is_partial_or_strided(value):
         return value
-    return redistribute_if_needed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
+    # In a backward pass, both gradients of a product need the same reduced gradient, so keep it.
+    moment = get_backward_pass_id(), value._version
+    if (known := _reduced_gradients.get(value)) and known[0] == moment:
+        return known[1]
+    result = redistribute_if_needed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
+    if moment[0] >= 0:
+        _reduced_gradients[value] = moment, result
+    return result
 
 
 def _needs_global_strides(name: str, tensor: torch.Tensor) -> bool:
