@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from layoutmap.engines.torch.gather.gradients import GradientReducer
+from layoutmap.engines.torch.placing import gather_if_sharded
+from layoutmap.engines.torch.specs import get_local
 
 PROCESSES = ("torch",)
 
@@ -156,3 +158,13 @@ def test_plain_parameters():
 
     assert all(type(parameter.grad) is torch.Tensor for parameter in model.parameters())
     gradients.remove()
+
+
+def test_a_gathered_tensor_leaves_the_shards_of_its_source_without_gradient():
+    """Autograd adds the gradient of a gather to its result, which could be a shard of the source."""
+    with run_on():
+        source = place(torch.arange(8.0), None).requires_grad_() * 1
+        gathered = gather_if_sharded(source)
+
+    assert gathered.requires_grad
+    assert not any(piece.requires_grad for piece in get_local(source)._local_tensors.values())
