@@ -21,8 +21,24 @@ SIZES = {
 
 
 def parse_size(size: str) -> tuple[int, ...]:
-    """Return the numbers of a name in `SIZES`, or of a list such as `"1024,128,2,4,8,64"`."""
-    return SIZES.get(size) or tuple(map(int, size.split(",")))
+    """Return the numbers of a name in `SIZES`, or of a list such as `"1024,128,2,4,8,64"`, which may end in `,rms`."""
+    return SIZES.get(size) or tuple(map(int, size.split(",")[:6]))
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization by single operators, as Hugging Face's Llama computes it."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.to(torch.float32)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * y.to(x.dtype)
+
+
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": RMSNorm}
 
 
 class Attention(nn.Module):
@@ -45,9 +61,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then two linear layers, each with a normalization before and a residual connection."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, norm: str):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = NORMS[norm](width), NORMS[norm](width)
         self.attention = Attention(width, heads)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -60,11 +76,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder over tokens."""
 
-    def __init__(self, vocabulary: int, width: int, blocks: int, heads: int):
+    def __init__(self, vocabulary: int, width: int, blocks: int, heads: int, norm: str = "layer"):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(width, heads, norm) for _ in range(blocks))
+        self.norm = NORMS[norm](width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +104,7 @@ def make_model(size: str) -> Decoder:
     """Return the decoder of a size with the values of seed 0."""
     vocabulary, width, blocks, heads, _, _ = parse_size(size)
     torch.manual_seed(0)
-    return Decoder(vocabulary, width, blocks, heads)
+    return Decoder(vocabulary, width, blocks, heads, "rms" if size.endswith(",rms") else "layer")
 
 
 def make_batches(size: str, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

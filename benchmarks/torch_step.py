@@ -6,7 +6,7 @@
     python benchmarks/torch_step.py --mesh model=4 --rounds 5
     python benchmarks/torch_step.py --size medium --rounds 0     only memory and collectives, no times
     python benchmarks/torch_step.py --in-turns                 for a busy machine: a minute
-    python benchmarks/torch_step.py --draw 10 --seed 1         ten random decoders, median and worst: half an hour
+    python benchmarks/torch_step.py --draw 10 --seed 1         ten random decoders, median and worst: ten minutes
 
 On model=4 (tensor parallel alone), the methods are `layoutmap` and `parallelize_module`. On
 batch=2,model=2 they are `layoutmap` and `parallelize_module` with `fully_shard`, both with every weight
@@ -19,14 +19,15 @@ AdamW. Their losses must agree with those of one process within 1e-4.
 
 `layoutmap` takes DTensors and computes the loss on the mesh. `layoutmap, plain` takes and returns
 unsharded tensors, in a training loop without a mesh, so every process has the logits of all rows.
+"weight rules" has no rules for activations.
 
 "ms" is the median step of the slowest process over all rounds. The methods take turns, each in fresh
 processes. "cpu ms" is the mean CPU time of a process, which is more stable where processes share
 cores. `CommDebugMode` counts the collectives of the forward pass, backward pass, and optimizer of one
 step. "MiB" is the peak of all tensors of the first process in a step, with the slots of AdamW: the
 median of five steps, by torch's profiler in its own run. With `--in-turns`, `layoutmap` and torch's own
-method take turns, step by step, in the same processes. `--draw` does the same on batch=2,model=2, also
-with compiled blocks and with one graph.
+method take turns, step by step, in the same processes. `--draw` does the same on batch=2,model=2, with
+`--compiled` also with compiled blocks and with one graph.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ MEMORY_STEPS = 5
 OWN = "parallelize_module"
 REPLICATED = "layoutmap, replicated"
 OWN_GATHERING = "layoutmap, gather=own"
+WEIGHT_RULES = "layoutmap, weight rules"
 COMPILED = "layoutmap, compiled"
 ONE_GRAPH = "layoutmap, one graph"
 IN_TURNS = "in turns"
@@ -68,16 +70,18 @@ DRAWN = {
     "blocks": (1, 2, 3, 4, 6, 8, 12),
     "heads": (2, 4, 8),
     "rows": (2, 4, 8),
-    "tokens": (16, 32, 64),
+    "tokens": (16, 32, 64, 256),
+    "norm": ("layer", "rms"),
 }
 MOST = 4 << 20
 """Limit of blocks times width squared, so that the models and optimizers of all methods fit 24 GiB."""
 
 METHODS = {
-    "model=4": (OWN, "layoutmap", "layoutmap, plain", COMPILED, ONE_GRAPH),
+    "model=4": (OWN, "layoutmap", WEIGHT_RULES, "layoutmap, plain", COMPILED, ONE_GRAPH),
     "batch=2,model=2": (
         f"{OWN} + fully_shard",
         "layoutmap",
+        WEIGHT_RULES,
         "layoutmap, plain",
         OWN_GATHERING,
         REPLICATED,
@@ -156,7 +160,7 @@ def measure_in_turns(mesh: str, size: str, steps: int, is_compiled: bool) -> Non
 
     torch.set_num_threads(1)
     graphs = (COMPILED, ONE_GRAPH) if is_compiled else ()
-    makers = {OWN: make_torch_step} | {name: MAKERS[name] for name in ("layoutmap", *graphs)}
+    makers = {OWN: make_torch_step} | {name: MAKERS[name] for name in ("layoutmap", WEIGHT_RULES, *graphs)}
     train_steps = {name: make(mesh, size, F.cross_entropy)[0] for name, make in makers.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in makers}
     data = make_batches(size, WARMUP + steps)
@@ -250,13 +254,16 @@ def make_layoutmap_step(
     shard_by_batch: bool = True,
     gather: Any = "fully_shard",
     compiled: str = "",
+    activations: bool = True,
 ) -> Any:
     """Return a step of this library from a batch on the mesh to a loss on the mesh."""
     import torch
 
     import layoutmap as lm
 
-    model, optimizer, layout_map, batch_dim = make_sharded_model(mesh, size, shard_by_batch, gather)
+    model, optimizer, layout_map, batch_dim = make_sharded_model(
+        mesh, size, shard_by_batch, gather, activations
+    )
     assert layout_map.mesh is not None
     for block in model.blocks if compiled == "blocks" else ():
         block.compile(fullgraph=True)
@@ -295,12 +302,15 @@ MAKERS: dict[str, Any] = {
     "layoutmap, plain": make_unsharded_loop_step,
     REPLICATED: partial(make_layoutmap_step, shard_by_batch=False),
     OWN_GATHERING: partial(make_layoutmap_step, gather="own"),
+    WEIGHT_RULES: partial(make_layoutmap_step, activations=False),
     COMPILED: partial(make_layoutmap_step, compiled="blocks"),
     ONE_GRAPH: partial(make_layoutmap_step, compiled="model"),
 }
 
 
-def make_sharded_model(mesh: str, size: str, shard_by_batch: bool, gather: Any = "fully_shard") -> Any:
+def make_sharded_model(
+    mesh: str, size: str, shard_by_batch: bool, gather: Any = "fully_shard", activations: bool = True
+) -> Any:
     """Return the model sharded by its tensor parallel plan, its optimizer, its layout map, and its batch dim.
 
     With `shard_by_batch`, every weight is also sharded over the batch dim, as by `fully_shard`: along the first
@@ -316,6 +326,8 @@ def make_sharded_model(mesh: str, size: str, shard_by_batch: bool, gather: Any =
     layout_map = lm.LayoutMap.from_tp_plan(TP_PLAN, devices, batch_dim=batch_dim, parameters=shapes)
     layout_map[r".*norm\d?\.(weight|bias)$"] = (None,)
     layout_map.activations[r".*norm\d?$"] = (batch_dim, None, None)
+    if not activations:
+        layout_map.activations.clear()
     for rule, layout in list(layout_map.items()) if batch_dim and shard_by_batch else ():
         specs: list[Any] = [None if spec == lm.UNSHARDED else spec for spec in layout.sharding_specs]
         axis = specs.index(None) if None in specs else 0
@@ -356,7 +368,7 @@ def main() -> None:
     parser.add_argument("--in-turns", action="store_true", help="run both methods in the same processes")
     parser.add_argument("--draw", type=int, help="number of random decoders, all methods in turns")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help="with --draw: also the compiled methods")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child == IN_TURNS:
@@ -366,7 +378,7 @@ def main() -> None:
         measure_method(args.mesh[0], args.child, args.size, args.steps)
         return
     if args.draw:
-        report_drawn(args.draw, args.seed, args.steps)
+        report_drawn(args.draw, args.seed, args.steps, args.compiled)
         return
     if args.in_turns:
         for mesh in args.mesh or METHODS:
@@ -388,7 +400,7 @@ def main() -> None:
         report(mesh, args.size, runs, expected)
 
 
-def report_drawn(count: int, seed: int, steps: int) -> None:
+def report_drawn(count: int, seed: int, steps: int, compiled: bool) -> None:
     """Print the steps of random decoders next to those of torch's own method in the same processes."""
     print(
         f"batch=2,model=2, {PROCESSES} processes: ratios of ms, and of CPU ms, to `parallelize_module` + `fully_shard`"
@@ -400,7 +412,8 @@ def report_drawn(count: int, seed: int, steps: int) -> None:
     )
     for sizes in islice(fitting, count):
         size = ",".join(map(str, sizes.values()))
-        options = ("--mesh", "batch=2,model=2", "--size", size, "--steps", str(steps), "--compiled")
+        options = ("--mesh", "batch=2,model=2", "--size", size, "--steps", str(steps))
+        options += ("--compiled",) * compiled
         results = run_process_group(__file__, ("--child", IN_TURNS, *options), PROCESSES)
         medians = {
             name: {kind: statistics.median(each[kind]) for kind in ("times", "cpu")}
