@@ -255,7 +255,7 @@ def test_the_order_of_two_kernels_is_stated_if_only_their_creation_shows_it():
 
 @pytest.mark.parametrize("few", [64, 32])
 def test_square_kernels_in_unknown_order_are_not_checked(few):
-    """The reason of a suggested rule says it. An MLP in the same block is in order."""
+    """The reason of a suggested rule says it, and lint what to pass. An MLP in the same block is in order."""
     shapes = {
         "ask": (64, 64),
         "tag": (64, few),
@@ -273,8 +273,11 @@ def test_square_kernels_in_unknown_order_are_not_checked(few):
     reasons = {name: plan[f"1.{name}.kernel"].match.rule.reason for name in shapes}
 
     assert () == (*plan.problems, *plan.lint())
-    assert names == [name for name, reason in reasons.items() if "; the order of calls is unknown" in reason]
+    assert names == [
+        name for name, reason in reasons.items() if "; the order of calls is unknown: inputs= (--" in reason
+    ]
     assert {f"{n}.{name}.kernel" for n in range(2) for name in names} == {*plan.lint().unchecked_paths}
+    assert "; pass inputs= (--inputs) to check them; batches" in plan.lint().summary
 
 
 def test_a_kernel_that_is_the_output_by_its_sizes_is_sharded_by_heads():
@@ -483,6 +486,16 @@ def test_a_rule_of_several_layers_has_a_reason_for_each(sizes, expected):
         ({"tok": (512, 96), "unembed": (96, 512)}, {"tok": (0, "table"), "unembed": (1, "column")}),
         ({"lut": (512, 96), "unembed": (96, 512)}, {"lut": (0, "unknown"), "unembed": (1, "column")}),
         ({"emb": (512, 96), "out": (96, 512), "a.z": (8, 4)}, {"emb": (0, "table"), "out": (1, "column")}),
+        # Of two arrays with names of tables, the one with as many columns as the other has rows is the head.
+        *(
+            ({"tok": (512, 96), name: (96, 512)} | {"w1": (96, 256), "w2": (256, 96)}, {name: (1, "column")})
+            for name in ("to_vocab", "output_embedding")
+        ),
+        ({"emb_table": (512, 96), "out": (96, 512), "a.z": (8, 4)}, {"emb_table": (0, "table")}),
+        (
+            {"words": (96, 32), "unrelated": (32, 96), "w1": (32, 128), "w2": (128, 32)},
+            {"words": (0, "unknown"), "unrelated": (1, "unknown"), "w2": (0, "row")},
+        ),
         ({"fc": (4, 64, 256), "fc2": (4, 256, 64)}, {"fc": (2, "unknown"), "fc2": (1, "unknown")}),
     ],
 )
@@ -632,21 +645,40 @@ def test_names_without_meaning_give_no_weight_the_role_of_another(data):
     found, specs, is_row = [make_weight("norm.scale", (64,))], {}, {}
     order = data.draw(st.permutations([*zip(names, parts, strict=True)]))
     turn = -1 if library == "torch" else 1
+    has_inputs = library != "pytree" and data.draw(st.booleans())
+    calls = {part: part in ROWS for part in BLOCKS[attention]} | {
+        part: 2 + (part in ROWS) for part in MLPS[mlp]
+    }
     leaf = {"torch": ".weight", "pytree": ""}.get(library, ".kernel")
     for name, (part, sizes) in sorted(order) if library in ("nnx", "pytree") else order:
         for number in range(2):
             layer = f"blocks.{number}.{inner if part in MLPS['gated'] else ''}{name}"
             path, roles = f"{layer}{leaf}", ("in.0", "out.0")[::turn] if leaf else ()
             found.append(make_weight(path, sizes[::turn], *roles))
+            if has_inputs:
+                reads = 4 * number + calls[part]
+                found[-1] = replace(found[-1], use=replace(found[-1].use, reads=reads))
             found += [make_weight(f"{layer}.bias", sizes[1:], "out.0")] * has_bias
             is_row[path] = part in ROWS
-            specs[f"{re.escape(path)}$"] = (("model", None) if part in ROWS else (None, "model"))[::turn]
+            specs[path] = (("model", None) if part in ROWS else (None, "model"))[::turn]
     plan = make_plan(found, suggest(found))
     wrong = {}
+
+    def lint(specs):
+        rules = {f"{re.escape(path)}$": layout for path, layout in specs.items()}
+        found_problems = make_plan(found, LayoutMap("batch=2,model=4", rules, rest="replicated")).lint()
+        return [(problem.kind, problem.subject) for problem in found_problems.problems]
+
     for path, row in is_row.items():
         reason = plan[path].match.rule.reason
-        if reason.startswith("row") != row and "unknown" not in reason and "and gathered" not in reason:
+        if reason.startswith("row") != row and (has_inputs or "unknown" not in reason):
             wrong[path] = reason
 
     assert {} == wrong
-    assert [] == [*make_plan(found, LayoutMap("batch=2,model=4", specs, rest="replicated")).lint()]
+    assert [] == lint(specs)
+    if has_inputs:
+        path = data.draw(st.sampled_from([path for path in specs if path.startswith("blocks.1")]))
+        if is_row[path]:
+            assert ("swapped", path) in lint(specs | {path: specs[path][::-1]})
+        elif mlp == "none" and attention != "keys and values":
+            assert lint(specs | {path: (None, None)})
