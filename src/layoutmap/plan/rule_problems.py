@@ -407,11 +407,7 @@ def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tup
     # A bias is sharded as its kernel is, so the second pass sees the layouts that the first one suggests for kernels.
     for _ in range(2):
         suggestions = make_layout_suggester(replace(plan, assignments=tuple(current.values())))
-        layouts = {
-            key: suggestions.suggest_layout(current[key])
-            for key in keys
-            if current[key].layout.is_fully_replicated()
-        }
+        layouts = {key: suggestions.advise_layout(current[key]) for key in keys}
         current |= {key: replace(current[key], layout=layout) for key, layout in layouts.items() if layout}
     return {key: current[key].layout for key in keys}
 
