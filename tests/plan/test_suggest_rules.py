@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutmap import LayoutMap, Mesh
-from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.core.variables import AxisRoles, Kind, VariableSpec
 from layoutmap.plan.suggest_rules import suggest_rules
 from layoutmap.scope.plan import make_plan
 
@@ -293,6 +293,22 @@ def test_a_kernel_that_is_the_output_by_its_sizes_is_sharded_by_heads():
         } == {rule.reason for rule in suggest(variables, "model=4").rules}
         plan = make_plan(variables, LayoutMap("batch=2,model=4", split, rest="replicated"))
         assert ["heads"] == [p.kind for p in plan.lint()]
+
+
+def test_two_kernels_with_blocks_between_their_calls_are_no_pair():
+    """Their sizes fit, but the blocks have pairs of their own."""
+    shapes = {"into": (20, 32), "b.0.up": (32, 128), "b.0.down": (128, 32), "exit": (32, 8)}
+    uses = [AxisRoles(("in.0", "out.0"), reads=reads) for reads in range(4)]
+    variables = [
+        replace(make_weight(f"{path}.kernel", shape), use=use)
+        for (path, shape), use in zip(shapes.items(), uses, strict=True)
+    ]
+
+    assert [(r"b\.0\.down\.kernel$", "up")] == [
+        (rule.pattern, *re.findall("sharded outputs of ([^,]*)", rule.reason))
+        for rule in suggest(variables).rules
+        if rule.reason.startswith("row")
+    ]
 
 
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
@@ -646,9 +662,8 @@ def test_names_without_meaning_give_no_weight_the_role_of_another(data):
     order = data.draw(st.permutations([*zip(names, parts, strict=True)]))
     turn = -1 if library == "torch" else 1
     has_inputs = library != "pytree" and data.draw(st.booleans())
-    calls = {part: part in ROWS for part in BLOCKS[attention]} | {
-        part: 2 + (part in ROWS) for part in MLPS[mlp]
-    }
+    first = data.draw(st.sampled_from([0, 2]))  # 0: the MLP reads the input of attention
+    calls = {part: part in ROWS for part in BLOCKS[attention]} | dict.fromkeys(MLPS[mlp], first) | {"down": 3}
     leaf = {"torch": ".weight", "pytree": ""}.get(library, ".kernel")
     for name, (part, sizes) in sorted(order) if library in ("nnx", "pytree") else order:
         for number in range(2):

@@ -214,12 +214,16 @@ class LintedPlan:
         return found
 
     def is_next_call(self, first: Weight, second: Weight) -> bool:
-        """Return whether `second` is called after `first` of its block, and no kernel of another block between them."""
+        """Return whether `second` is called after `first` of its block, and no pair of another block between them.
+
+        Attention beside an MLP has no pair between, because both read one tensor.
+        """
         calls = self._calls[first.assignment.variable.model]
         start = bisect_right(calls, first.use.reads or 0, key=lambda w: w.use.reads or 0)
         end = bisect_left(calls, second.use.reads or 0, key=lambda w: w.use.reads or 0)
         is_later = (first.use.reads or 0) < (second.use.reads or 0)
-        return is_later and all(w.block == first.block for w in calls[start:end])
+        between = {(w.block, w.use.reads) for w in calls[start:end] if w.block != first.block}
+        return is_later and len(between) == len({block for block, _ in between})
 
     @cached_property
     def _calls(self) -> Mapping[str, Sequence[Weight]]:
@@ -346,7 +350,10 @@ class LintedPlan:
             first, *rest = sorted(
                 makers, key=lambda w: w.list_axis_sizes("out") != taker.list_axis_sizes("in")
             )
-            is_query = first.list_axis_sizes("out") == taker.list_axis_sizes("in")
+            sizes = first.list_axis_sizes("out")
+            # An MLP beside attention reads the same tensor, and has more outputs.
+            rest = [w for w in rest if math.prod(w.list_axis_sizes("out")) <= math.prod(sizes)]
+            is_query = sizes == taker.list_axis_sizes("in")
             if is_query and len(rest) == 2 and rest[0].shape == rest[1].shape:
                 return dict(zip(ATTENTION_PARTS, (first, *rest), strict=True))
         return {}
@@ -435,7 +442,12 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
                 if is_first:
                     yield maker, taker
     query = linted.find_attention_kernels(block).get("query")
-    pairs = [*_iterate_pairs_by_inputs(block)]
+    pairs = [
+        (w, taker)
+        for makers, taker in _iterate_joined_kernels(block)
+        for w in makers
+        if taker.list_axis_sizes("in") == w.list_axis_sizes("in") == w.list_axis_sizes("out")
+    ]
     yield from pairs
     taker = linted.find_attention_output(block)
     if (
@@ -472,15 +484,6 @@ def _iterate_joined_kernels(block: Sequence[Weight]) -> Iterator[tuple[Sequence[
     for makers, takers in itertools.pairwise(groups[number] for number in sorted(groups)):
         if len(takers) == 1 and (len(makers) > 2 or len({w.shape for w in makers}) > 1):
             yield makers, takers[0]
-
-
-def _iterate_pairs_by_inputs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Yield each pair of a square kernel and the next called one that `_iterate_joined_kernels` finds."""
-    for makers, taker in _iterate_joined_kernels(block):
-        sizes = taker.list_axis_sizes("in")
-        yield from (
-            (w, taker) for w in makers if sizes == w.list_axis_sizes("in") == w.list_axis_sizes("out")
-        )
 
 
 def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight) -> bool | None:
@@ -539,7 +542,8 @@ def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weigh
     """
     found: dict[int, tuple[Weight, Weight]] = {}
     outs = {w.list_axis_sizes("out") for w in block}
-    for fused, taker in itertools.pairwise(block):
+    joined = ((w, taker) for makers, taker in _iterate_joined_kernels(block) for w in makers)
+    for fused, taker in itertools.chain(itertools.pairwise(block), joined):
         parts = _count_fused_parts(fused, taker)
         is_glu = parts == 2 and taker.list_axis_sizes("in") not in outs
         if parts == 3 or is_glu or (parts and FUSED_QKV.fullmatch(fused.layer_name)):
