@@ -383,6 +383,15 @@ def test_other_advice_is_as_if_a_mistyped_rule_were_correct(typo, rest):
     assert (1, "model") == rows.get("blocks.{0..1}.up.kernel")
 
 
+def test_the_plan_shows_the_layout_that_lint_advises_for_a_mistyped_and_swapped_rule():
+    """Its correction alone would shard the wrong axis."""
+    plan = plan_of(without(r".*output\.kernel") | {r".*outptu\.kernel": (None, None, "model")})
+    fixes = [p.fix for p in plan.lint().problems if p.kind == "swapped"]
+
+    assert [True] * 2 == [fix.endswith("change rule 8 to ('model', None, None)") for fix in fixes]
+    assert [0] == [row.axis for row in plan.memory.rows if row.path.endswith("output.kernel")]
+
+
 def test_a_bias_without_a_rule_is_sharded_as_its_kernel_will_be():
     """The plan advises both in one printout, and lint too, if the kernel is only now to be sharded."""
     kernel = plan_of({}, [*make_dense("up", (64, 256))])

@@ -277,6 +277,9 @@ ALTERNATIVES_WITHOUT_MATCH = {
     "two of two letters": (r".*\.(wq|wk|vw)$", "vw", "wv"),
     "another letter in a short word": (r".*\.(wq|wk|wo|wz)$", "wz", "wv"),
     "the first letter alone": (r"h\.\d+\.attn\.(q|key|value)\.kernel", "q", "query"),
+    "a letter too many": (r".*\.(wq|wk|wvv)$", "wvv", "wv"),
+    "letters too many before another word": (r".*\.(q|k|vee)_proj", "vee", "v"),
+    "a digit too many": (r".*\.(fc1|fc22)\.kernel", "fc22", "fc2"),
     "a name of two words": (r".*(lift_gate|lift_val)\.kernel", "lift_val", "lift_value"),
     "two alternatives": (r".*\.(quer|key|vlue)\.kernel", "quer, vlue", "query|key|value"),
     "in an inner group": (r"h\.\d+\.(w(q|k)|attn\.(key|valeu)\.kernel)$", "valeu", "value"),
@@ -298,6 +301,7 @@ def test_each_alternative_that_matches_nothing_is_named(name, rest):
     """A warning corrects it if a similar name has no rule. Else it may be for other models, so it gets a note."""
     pattern, unused, correction = ALTERNATIVES_WITHOUT_MATCH[name]
     shapes = dict.fromkeys([f"attn.{part}.kernel" for part in ("query", "key", "value")], (16, 64))
+    shapes |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), (16, 64))
     shapes |= dict.fromkeys(("lift_gate.kernel", "lift_value.kernel", "wq", "wk", "wv", "wo"), (16, 64))
     shapes |= {
         "fc1.kernel": (16, 64),

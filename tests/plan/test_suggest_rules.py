@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutmap import LayoutMap, Mesh
-from layoutmap.core.variables import Kind, VariableSpec
+from layoutmap.core.variables import AxisRoles, Kind, VariableSpec
 from layoutmap.plan.suggest_rules import suggest_rules
 from layoutmap.scope.plan import make_plan
 
@@ -255,7 +255,7 @@ def test_the_order_of_two_kernels_is_stated_if_only_their_creation_shows_it():
 
 @pytest.mark.parametrize("few", [64, 32])
 def test_square_kernels_in_unknown_order_are_not_checked(few):
-    """The reason of a suggested rule says it. An MLP in the same block is in order."""
+    """The reason of a suggested rule says it, and lint what to pass. An MLP in the same block is in order."""
     shapes = {
         "ask": (64, 64),
         "tag": (64, few),
@@ -273,8 +273,11 @@ def test_square_kernels_in_unknown_order_are_not_checked(few):
     reasons = {name: plan[f"1.{name}.kernel"].match.rule.reason for name in shapes}
 
     assert () == (*plan.problems, *plan.lint())
-    assert names == [name for name, reason in reasons.items() if "; the order of calls is unknown" in reason]
+    assert names == [
+        name for name, reason in reasons.items() if "; the order of calls is unknown: inputs= (--" in reason
+    ]
     assert {f"{n}.{name}.kernel" for n in range(2) for name in names} == {*plan.lint().unchecked_paths}
+    assert "; pass inputs= (--inputs) to check them; batches" in plan.lint().summary
 
 
 def test_a_kernel_that_is_the_output_by_its_sizes_is_sharded_by_heads():
@@ -290,6 +293,22 @@ def test_a_kernel_that_is_the_output_by_its_sizes_is_sharded_by_heads():
         } == {rule.reason for rule in suggest(variables, "model=4").rules}
         plan = make_plan(variables, LayoutMap("batch=2,model=4", split, rest="replicated"))
         assert ["heads"] == [p.kind for p in plan.lint()]
+
+
+def test_two_kernels_with_blocks_between_their_calls_are_no_pair():
+    """Their sizes fit, but the blocks have pairs of their own."""
+    shapes = {"into": (20, 32), "b.0.up": (32, 128), "b.0.down": (128, 32), "exit": (32, 8)}
+    uses = [AxisRoles(("in.0", "out.0"), reads=reads) for reads in range(4)]
+    variables = [
+        replace(make_weight(f"{path}.kernel", shape), use=use)
+        for (path, shape), use in zip(shapes.items(), uses, strict=True)
+    ]
+
+    assert [(r"b\.0\.down\.kernel$", "up")] == [
+        (rule.pattern, *re.findall("sharded outputs of ([^,]*)", rule.reason))
+        for rule in suggest(variables).rules
+        if rule.reason.startswith("row")
+    ]
 
 
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
@@ -483,6 +502,16 @@ def test_a_rule_of_several_layers_has_a_reason_for_each(sizes, expected):
         ({"tok": (512, 96), "unembed": (96, 512)}, {"tok": (0, "table"), "unembed": (1, "column")}),
         ({"lut": (512, 96), "unembed": (96, 512)}, {"lut": (0, "unknown"), "unembed": (1, "column")}),
         ({"emb": (512, 96), "out": (96, 512), "a.z": (8, 4)}, {"emb": (0, "table"), "out": (1, "column")}),
+        # Of two arrays with names of tables, the one with as many columns as the other has rows is the head.
+        *(
+            ({"tok": (512, 96), name: (96, 512)} | {"w1": (96, 256), "w2": (256, 96)}, {name: (1, "column")})
+            for name in ("to_vocab", "output_embedding")
+        ),
+        ({"emb_table": (512, 96), "out": (96, 512), "a.z": (8, 4)}, {"emb_table": (0, "table")}),
+        (
+            {"words": (96, 32), "unrelated": (32, 96), "w1": (32, 128), "w2": (128, 32)},
+            {"words": (0, "unknown"), "unrelated": (1, "unknown"), "w2": (0, "row")},
+        ),
         ({"fc": (4, 64, 256), "fc2": (4, 256, 64)}, {"fc": (2, "unknown"), "fc2": (1, "unknown")}),
     ],
 )
@@ -632,21 +661,39 @@ def test_names_without_meaning_give_no_weight_the_role_of_another(data):
     found, specs, is_row = [make_weight("norm.scale", (64,))], {}, {}
     order = data.draw(st.permutations([*zip(names, parts, strict=True)]))
     turn = -1 if library == "torch" else 1
+    has_inputs = library != "pytree" and data.draw(st.booleans())
+    first = data.draw(st.sampled_from([0, 2]))  # 0: the MLP reads the input of attention
+    calls = {part: part in ROWS for part in BLOCKS[attention]} | dict.fromkeys(MLPS[mlp], first) | {"down": 3}
     leaf = {"torch": ".weight", "pytree": ""}.get(library, ".kernel")
     for name, (part, sizes) in sorted(order) if library in ("nnx", "pytree") else order:
         for number in range(2):
             layer = f"blocks.{number}.{inner if part in MLPS['gated'] else ''}{name}"
             path, roles = f"{layer}{leaf}", ("in.0", "out.0")[::turn] if leaf else ()
             found.append(make_weight(path, sizes[::turn], *roles))
+            if has_inputs:
+                reads = 4 * number + calls[part]
+                found[-1] = replace(found[-1], use=replace(found[-1].use, reads=reads))
             found += [make_weight(f"{layer}.bias", sizes[1:], "out.0")] * has_bias
             is_row[path] = part in ROWS
-            specs[f"{re.escape(path)}$"] = (("model", None) if part in ROWS else (None, "model"))[::turn]
+            specs[path] = (("model", None) if part in ROWS else (None, "model"))[::turn]
     plan = make_plan(found, suggest(found))
     wrong = {}
+
+    def lint(specs):
+        rules = {f"{re.escape(path)}$": layout for path, layout in specs.items()}
+        found_problems = make_plan(found, LayoutMap("batch=2,model=4", rules, rest="replicated")).lint()
+        return [(problem.kind, problem.subject) for problem in found_problems.problems]
+
     for path, row in is_row.items():
         reason = plan[path].match.rule.reason
-        if reason.startswith("row") != row and "unknown" not in reason and "and gathered" not in reason:
+        if reason.startswith("row") != row and (has_inputs or "unknown" not in reason):
             wrong[path] = reason
 
     assert {} == wrong
-    assert [] == [*make_plan(found, LayoutMap("batch=2,model=4", specs, rest="replicated")).lint()]
+    assert [] == lint(specs)
+    if has_inputs:
+        path = data.draw(st.sampled_from([path for path in specs if path.startswith("blocks.1")]))
+        if is_row[path]:
+            assert ("swapped", path) in lint(specs | {path: specs[path][::-1]})
+        elif mlp == "none" and attention != "keys and values":
+            assert lint(specs | {path: (None, None)})

@@ -145,8 +145,8 @@ def _iterate_shardable_variables(plan: PlanTable) -> Iterator[ShardableVariable]
         # A derived variable is sharded along with its parent, so it needs no row.
         if not a.fits or a.variable.is_derived or not a.layout.is_fully_replicated():
             continue
-        layout = suggestions.suggest_layout(new) if new.layout.is_fully_replicated() else new.layout
-        if layout is not None:
+        layout = suggestions.advise_layout(new)
+        if layout is not None and not layout.is_fully_replicated():
             axis = max(range(layout.rank), key=layout.num_shards)
             dim = max(layout.list_mesh_dims(axis), key=layout.mesh.dim_size)
             saved = a.shard_bytes - a.shard_bytes // layout.mesh.dim_size(dim)

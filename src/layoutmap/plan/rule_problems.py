@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +39,8 @@ MAX_COMPARISONS = 20_000
 _BONUS_WITHOUT_RULE = 0.1
 _SET_OR_ESCAPE = re.compile(r"\[|\(\?[^:]|\\[xuUN]")
 _FLAGS = re.compile(r"(?:\(\?[aimsux]+\))*")
-_WORD = re.compile(r"(?<!\\)[A-Za-z_]+(?![*?+{])")
+_LETTERS = f"{string.ascii_letters}_"
+_WORD = re.compile(r"(?<!\\)[A-Za-z_]++\d*+(?![*?+{])")
 _CORRECTED_PATTERN = re.compile(r'(?:did you mean|to match anywhere in a path:) r"(.*)"')
 
 
@@ -237,13 +239,21 @@ def _find_alternative_correction(
         before, after = text[: word.start()], text[word.end() :]
         # A .* before the word would match its first letters.
         start = "(?<![A-Za-z_])" if (alternative.before + before).rstrip("(?:").endswith("*") else ""
-        pattern = alternative.replace_by(f"{before}{start}(?P<_word>[A-Za-z_]+){after}")
+        pattern = alternative.replace_by(f"{before}{start}(?P<_word>[A-Za-z_]+\\d*){after}")
         regex = re.compile(anchor_keras_pattern(pattern))
         others = sorted({match["_word"] for path in unruled if (match := regex.match(path))})
-        # A short word is similar to many others, so only one of them may differ in a letter.
-        short = [other for other in others if has_one_other_letter(word[0], other)]
+        number = word[0].lstrip(_LETTERS)
+        letters = {o: o.removesuffix(number) for o in others if o.lstrip(_LETTERS) == number}
+        name = word[0].removesuffix(number)
+        # A short word is similar to many others, so only one of them may differ in a letter or lack the last ones.
+        short = [
+            other
+            for other in others
+            if has_one_other_letter(name, letters.get(other, ""))
+            or (len(other) < 4 and word[0].startswith(other))
+        ]
         for other in others:
-            score = get_word_similarity(word[0], other)
+            score = get_word_similarity(name, letters[other]) if other in letters else 0
             if score >= MIN_WORD_SCORE or [other] == short:
                 corrected = f"{before}{other}{after}"
                 gained = _list_gained_paths(rule, alternative.replace_by(corrected), unruled, {})
@@ -407,11 +417,7 @@ def _suggest_layouts(plan: PlanTable, members: Iterable[Assignment]) -> dict[tup
     # A bias is sharded as its kernel is, so the second pass sees the layouts that the first one suggests for kernels.
     for _ in range(2):
         suggestions = make_layout_suggester(replace(plan, assignments=tuple(current.values())))
-        layouts = {
-            key: suggestions.suggest_layout(current[key])
-            for key in keys
-            if current[key].layout.is_fully_replicated()
-        }
+        layouts = {key: suggestions.advise_layout(current[key]) for key in keys}
         current |= {key: replace(current[key], layout=layout) for key, layout in layouts.items() if layout}
     return {key: current[key].layout for key in keys}
 

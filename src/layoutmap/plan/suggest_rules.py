@@ -20,6 +20,7 @@ from layoutmap.plan.lint import list_dims_with_batch_names
 from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions, is_index_or_mask
 from layoutmap.plan.lint.weights import (
     GUESSED_ORDER,
+    UNKNOWN_ORDER,
     LintedPlan,
     Weight,
     make_sibling_key,
@@ -306,7 +307,7 @@ class _ReasonMaker:
         )
         order = f"; {GUESSED_ORDER}" if pairs & self._linted.guessed_pairs else ""
         if id(w) in self._linted.unordered_kernels:
-            order = "; the order of calls is unknown"
+            order = f"; {UNKNOWN_ORDER}" if w.assignment.variable.use else "; the order of calls is unknown"
         if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
         if (

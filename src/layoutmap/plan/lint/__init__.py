@@ -61,6 +61,7 @@ class Findings:
             or from the name of a dim.
         num_errors: The number of the plan's errors. Variables that do not fit their layouts are not checked.
         unchecked_paths: The paths of the sharded weights of unknown role or order, which most checks omit.
+        needs_inputs: Whether inputs of the model would show the order of some of these.
     """
 
     problems: tuple[Problem, ...]
@@ -68,6 +69,7 @@ class Findings:
     is_known: bool = False
     num_errors: int = 0
     unchecked_paths: tuple[str, ...] = ()
+    needs_inputs: bool = False
 
     @cached_property
     def _merged_problems(self) -> tuple[Problem, ...]:
@@ -105,6 +107,7 @@ class Findings:
                 f"; {format_count(len(self.unchecked_paths), 'sharded weight')} of unknown use not checked: "
             )
             found += join_names(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+            found += "; pass inputs= (--inputs) to check them" * self.needs_inputs
         if self.batch_dim:
             how = "are sharded" if self.is_known else "are assumed to be sharded"
             return f"{found}; batches {how} over {escape_text(format_batch_dim(self.batch_dim))}"
@@ -127,7 +130,8 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
     if plan.cost is not None:
         found += load_cost_package().find_cost_problems(linted)
     unknown = tuple(a.variable.path for a in linted.unchecked_weights)
-    return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors), unknown)
+    needs_inputs = linted.has_unknown_order
+    return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors), unknown, needs_inputs)
 
 
 def make_linted_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[LintedPlan, bool]:

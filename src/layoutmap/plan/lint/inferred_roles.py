@@ -36,7 +36,9 @@ FIRST_KERNEL = re.compile(
 )
 SECOND_KERNEL = re.compile(rf"(.*_)?((w|fc|linear|dense)_?(2|o|out)|down|out|c_proj|proj){_END}")
 _PROJECTION = re.compile(r"(.*_)?proj")
-_TABLE = re.compile(r"(?!.*(unembed|patch|time|proj|norm))(.*_)?(wte|wpe|emb|embed.*|tok(en)?s?|vocab.*)")
+_TABLE = re.compile(
+    r"(?!.*(unembed|patch|time|proj|norm))(.*_)?(wte|wpe|emb(_table)?|embed.*|tok(en)?s?|vocab.*)"
+)
 HEAD = re.compile(r"(.*_)?(head|logits|unembed(ding)?|classifier|predictions)")
 _KERNEL = re.compile(r"kernel|weights?|w|W|\d+")  # the name of an array that says nothing about its layer
 _BIAS = re.compile(r"b|bias|\d+")
@@ -100,14 +102,16 @@ def infer_axis_roles(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, st
         alone = [
             array
             for array in block
-            if not HEAD.fullmatch(array.name) and not {*array.shape} & sizes_of_blocks[key]
+            if array not in tables
+            and not HEAD.fullmatch(array.name)
+            and not {*array.shape} & sizes_of_blocks[key]
         ]
         for infer, members in (
-            (_infer_table_roles, block),
+            (partial(_infer_table_roles, counts=counts), block),
             (_infer_attention_roles, block),
             (partial(_infer_roles_by_names, counts=counts), block),
             (partial(_infer_chain_roles, least=3), block),
-            (partial(_infer_roles_by_transposed_shapes, counts=counts), alone),
+            (partial(_infer_roles_by_transposed_shapes, others=alone, counts=counts), alone),
             (partial(_infer_chain_roles, least=2), alone),
             (_infer_single_kernel_roles, block),
             (partial(_infer_output_layer_roles, tables=tables), block),
@@ -136,10 +140,17 @@ def _iterate_unknown_weights(container: Sequence[VariableSpec]) -> Iterator[_Unk
         yield _UnknownWeight(v, path, path.rpartition(".")[2], _list_biases(v, container, path == v.path))
 
 
-def _infer_table_roles(block: Sequence[_UnknownWeight]) -> _Roles:
-    """Yield the roles of embedding tables."""
-    for array in block:
-        if len(array.shape) == 2 and _TABLE.fullmatch(array.name):
+def _infer_table_roles(block: Sequence[_UnknownWeight], counts: Mapping[int, int]) -> _Roles:
+    """Yield the roles of embedding tables.
+
+    Of two arrays of transposed shapes, the first axis of the table is the rarer size, or the larger one. The other
+    array is an output layer.
+    """
+    tables = [array for array in block if len(array.shape) == 2 and _TABLE.fullmatch(array.name)]
+    shapes = {array.shape for array in tables}
+    for array in tables:
+        rows, width = ((-counts[size], size) for size in array.shape)
+        if rows >= width or array.shape[::-1] not in shapes:
             yield array, ("rows", "out.0")
 
 
@@ -190,10 +201,15 @@ def _infer_roles_by_names(block: Sequence[_UnknownWeight], counts: Mapping[int, 
         yield from _infer_consecutive_kernel_roles(firsts, seconds[0], counts)
 
 
-def _infer_roles_by_transposed_shapes(block: Sequence[_UnknownWeight], counts: Mapping[int, int]) -> _Roles:
-    """Yield the roles of first kernels and the second kernel, if they are the only ones with transposed shapes."""
+def _infer_roles_by_transposed_shapes(
+    block: Sequence[_UnknownWeight], others: Sequence[_UnknownWeight], counts: Mapping[int, int]
+) -> _Roles:
+    """Yield the roles of first kernels and the second kernel, if they are the only ones with transposed shapes.
+
+    Beside two kernels that names show, in `others`, two arrays can be a table and an output layer.
+    """
     shapes: dict[tuple[int, ...], list[_UnknownWeight]] = defaultdict(list)
-    for array in block:
+    for array in others:
         if len(array.shape) == 2:
             shapes[array.shape].append(array)
     pairs = [
@@ -204,6 +220,7 @@ def _infer_roles_by_transposed_shapes(block: Sequence[_UnknownWeight], counts: M
     # A table has no bias. So if only some of the arrays have one, the others can be tables.
     if (
         len(pairs) == 1
+        and all(array in block for group in pairs[0] for array in group)
         and min(map(len, pairs[0])) == 1
         and len({bool(array.biases) for group in pairs[0] for array in group}) == 1
     ):

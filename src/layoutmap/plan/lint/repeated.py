@@ -53,7 +53,8 @@ def find_less_sharded_blocks(linted: LintedPlan) -> Iterator[Finding]:
     # A bias is sharded as its kernel, which may be sharded by its input, so a bias alone is no exception.
     for w in linted.weights:
         kernel = linted.find_kernel_of_bias(w)
-        if kernel and id(kernel.assignment) not in found and make_bias_layout(w, kernel) is None:
+        is_kept = kernel and (id(kernel) in linted.unordered_kernels or make_bias_layout(w, kernel) is None)
+        if kernel and is_kept and id(kernel.assignment) not in found:
             found.pop(id(w.assignment), None)
     blocks: dict[tuple[str, str], list[_LessShardedWeight]] = defaultdict(list)
     for odd in found.values():

@@ -47,6 +47,11 @@ class LayoutSuggestions:
             dims, key=lambda dim: (dim.name in linted.batch_dims, dim.name in NAMES_OF_EXPERTS, -dim.size)
         )
 
+    def advise_layout(self, a: Assignment) -> Layout | None:
+        """Return the layout with which lint replaces a wrong one, else that of a sharded variable, else suggest one."""
+        present = None if a.layout.is_fully_replicated() else a.layout
+        return self._changed_layouts_by_id.get(id(a)) or present or self.suggest_layout(a)
+
     def suggest_layout(self, a: Assignment) -> Layout | None:
         """Return a sharded layout for a replicated variable, or None if no layout fits or it should stay replicated."""
         w = self._weights_by_id.get(id(a))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ GUESSED_ORDER = (
     "and so does inputs="
 )
 """Explanation of the order of `LintedPlan.guessed_pairs`."""
+
+UNKNOWN_ORDER = "the order of calls is unknown: inputs= (--inputs) shows it"
+"""Explanation of the layouts of `LintedPlan.unordered_kernels`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +184,16 @@ class LintedPlan:
 
     @cached_property
     def unordered_kernels(self) -> Set[int]:
-        """The ids of square kernels that no name or call orders among those of equal size in their block."""
+        """The ids of kernels in no pair that can be one with another kernel of their block, by their sizes."""
         found = set[int]()
         for block in self.blocks:
-            parts = {id(w) for w in self.find_attention_kernels(block).values()}
-            parts.update(id(w) for pair in iterate_list_pairs(block) for w in pair)
-            groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-            for w in block:
-                is_paired = id(w) in self.kernels_before or id(w) in self.kernels_after
-                is_square = w.list_axis_sizes("in") == w.list_axis_sizes("out")
-                if is_square and w.use.reads is None and not is_paired and id(w) not in parts:
-                    groups[w.list_axis_sizes("in")].append(id(w))
-            found.update(key for group in groups.values() if len(group) > 1 for key in group)
+            known = {id(w) for w in self.find_attention_kernels(block).values()}
+            known.update(id(w) for pair in iterate_list_pairs(block) for w in pair)
+            known.update(self.kernels_before, self.kernels_after)
+            rest = [w for w in block if w.use.reads is None and id(w) not in known]
+            for first, second in itertools.permutations(rest, 2):
+                if _can_be_pair(first, second):
+                    found |= {id(first), id(second)}
         return found
 
     @cached_property
@@ -209,6 +211,27 @@ class LintedPlan:
             )
             if is_only and not is_known and _is_first_of_two(self, first, second) is None:
                 found.add((id(first), id(second)))
+        return found
+
+    def is_next_call(self, first: Weight, second: Weight) -> bool:
+        """Return whether `second` is called after `first` of its block, and no pair of another block between them.
+
+        Attention beside an MLP has no pair between, because both read one tensor.
+        """
+        calls = self._calls[first.assignment.variable.model]
+        start = bisect_right(calls, first.use.reads or 0, key=lambda w: w.use.reads or 0)
+        end = bisect_left(calls, second.use.reads or 0, key=lambda w: w.use.reads or 0)
+        is_later = (first.use.reads or 0) < (second.use.reads or 0)
+        between = {(w.block, w.use.reads) for w in calls[start:end] if w.block != first.block}
+        return is_later and len(between) == len({block for block, _ in between})
+
+    @cached_property
+    def _calls(self) -> Mapping[str, Sequence[Weight]]:
+        """A dict from each model to its kernels in the order of calls, without those of unknown order."""
+        found: dict[str, list[Weight]] = defaultdict(list)
+        for w in sorted(self.kernels, key=lambda w: w.use.reads or 0):
+            if w.use.reads is not None:
+                found[w.assignment.variable.model].append(w)
         return found
 
     def count_sizes(self, sizes: Sequence[int]) -> int:
@@ -293,6 +316,12 @@ class LintedPlan:
             and not self.is_expert_stack(a)
         ]
 
+    @property
+    def has_unknown_order(self) -> bool:
+        """Whether inputs of the model would give a kernel of `unchecked_weights` its place in the order of calls."""
+        uses = [a.variable.use for a in self.unchecked_weights]
+        return any(use is not None and use.reads is None for use in uses)
+
     @cached_property
     def kernels_after_fused(self) -> Mapping[int, Weight]:
         """A dict from the id of each fused kernel to the kernel after the split of its outputs."""
@@ -307,12 +336,27 @@ class LintedPlan:
         return found
 
     def find_attention_kernels(self, block: Sequence[Weight]) -> dict[str, Weight]:
-        """Return the query, key, and value kernels of a block by these names, or {} if it lacks one or has several."""
+        """Return the query, key, and value kernels of a block, or {} if it lacks one or has several.
+
+        They have these names, or are three that read one tensor, of which the other two have equal shapes.
+        """
         found = {
             part: [w for w in block if pattern.fullmatch(w.layer_name)]
             for part, pattern in ATTENTION_PARTS.items()
         }
-        return {part: each[0] for part, each in found.items()} if _has_one_kernel_per_part(found) else {}
+        if all(len(each) == 1 for each in found.values()):
+            return {part: each[0] for part, each in found.items()}
+        for makers, taker in _iterate_joined_kernels(block):
+            first, *rest = sorted(
+                makers, key=lambda w: w.list_axis_sizes("out") != taker.list_axis_sizes("in")
+            )
+            sizes = first.list_axis_sizes("out")
+            # An MLP beside attention reads the same tensor, and has more outputs.
+            rest = [w for w in rest if math.prod(w.list_axis_sizes("out")) <= math.prod(sizes)]
+            is_query = sizes == taker.list_axis_sizes("in")
+            if is_query and len(rest) == 2 and rest[0].shape == rest[1].shape:
+                return dict(zip(ATTENTION_PARTS, (first, *rest), strict=True))
+        return {}
 
     def find_attention_output(self, block: Sequence[Weight]) -> Weight | None:
         """Return the output kernel of an attention block, by its name or its sizes, or None if it is unclear.
@@ -389,7 +433,7 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             for maker in makers:
                 is_first = None
                 if maker.use.reads is not None and taker.use.reads is not None:
-                    is_first = maker.use.reads < taker.use.reads
+                    is_first = linted.is_next_call(maker, taker)
                 elif is_unclear and maker.list_axis_sizes("in") == outer:
                     is_first = _is_first_of_two(linted, maker, taker)
                 if is_first is None:
@@ -398,7 +442,12 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
                 if is_first:
                     yield maker, taker
     query = linted.find_attention_kernels(block).get("query")
-    pairs = [*_iterate_pairs_by_inputs(block)]
+    pairs = [
+        (w, taker)
+        for makers, taker in _iterate_joined_kernels(block)
+        for w in makers
+        if taker.list_axis_sizes("in") == w.list_axis_sizes("in") == w.list_axis_sizes("out")
+    ]
     yield from pairs
     taker = linted.find_attention_output(block)
     if (
@@ -423,17 +472,18 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
         )
 
 
-def _iterate_pairs_by_inputs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
-    """Yield pairs of a square kernel and its taker, the next called one after three or more that read one tensor."""
+def _iterate_joined_kernels(block: Sequence[Weight]) -> Iterator[tuple[Sequence[Weight], Weight]]:
+    """Yield kernels that read one tensor, as of attention, with the next called one, which takes their joined outputs.
+
+    Two of equal shapes can be of keys and values, before a query that reads another tensor.
+    """
     groups: dict[int, list[Weight]] = defaultdict(list)
     for w in block:
         if w.use.reads is not None:
             groups[w.use.reads].append(w)
     for makers, takers in itertools.pairwise(groups[number] for number in sorted(groups)):
-        if len(makers) > 2 and len(takers) == 1:
-            sizes = takers[0].list_axis_sizes("in")
-            squares = [w for w in makers if sizes == w.list_axis_sizes("in") == w.list_axis_sizes("out")]
-            yield from ((w, takers[0]) for w in squares)
+        if len(takers) == 1 and (len(makers) > 2 or len({w.shape for w in makers}) > 1):
+            yield makers, takers[0]
 
 
 def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight) -> bool | None:
@@ -491,9 +541,11 @@ def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weigh
     second takes more than a third.
     """
     found: dict[int, tuple[Weight, Weight]] = {}
-    for fused, taker in itertools.pairwise(block):
+    outs = {w.list_axis_sizes("out") for w in block}
+    joined = ((w, taker) for makers, taker in _iterate_joined_kernels(block) for w in makers)
+    for fused, taker in itertools.chain(itertools.pairwise(block), joined):
         parts = _count_fused_parts(fused, taker)
-        is_glu = parts == 2 and fused.list_axis_sizes("in") != taker.list_axis_sizes("in")
+        is_glu = parts == 2 and taker.list_axis_sizes("in") not in outs
         if parts == 3 or is_glu or (parts and FUSED_QKV.fullmatch(fused.layer_name)):
             found[id(fused)] = fused, taker
     for fused_name, taker_name, is_qkv in (
@@ -522,8 +574,12 @@ def _count_fused_parts(fused: Weight, taker: Weight) -> float:
             return 0
 
 
-def _has_one_kernel_per_part(kernels_by_part: dict[str, list[Weight]]) -> bool:
-    return all(len(each) == 1 for each in kernels_by_part.values())
+def _can_be_pair(first: Weight, second: Weight) -> bool:
+    """Return whether one kernel may take the outputs of another, or a part of fused ones, by their sizes."""
+    is_transposed = first.list_axis_sizes("in") == second.list_axis_sizes("out")
+    fits = is_transposed and first.list_axis_sizes("out") == second.list_axis_sizes("in")
+    parts = _count_fused_parts(first, second)
+    return fits or parts in (2, 3) or (parts > 1 and FUSED_QKV.fullmatch(first.layer_name) is not None)
 
 
 def is_attention_output_name(layer_name: str) -> bool:
