@@ -24,7 +24,6 @@ from layoutmap.adapters.jax.module_outputs import (
 )
 from layoutmap.adapters.jax.pytrees import ModelLeaf, SplitModel, infer_array_kind
 from layoutmap.adapters.jax.roles import find_weight_axis_roles
-from layoutmap.adapters.jax.training import call_model, get_batch_inputs
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import StepTracer
@@ -220,7 +219,7 @@ class _InputRecorder:
 
 
 def number_module_inputs(
-    parts: SplitModel, arrays: Sequence[object], forward: Callable[..., object] | None, inputs: object
+    parts: SplitModel, arrays: Sequence[object], call: Callable[[Any, Any], object], inputs: object
 ) -> dict[str, int]:
     """Return a dict from the path of each called module to the number of the array that it reads in its last call.
 
@@ -229,18 +228,18 @@ def number_module_inputs(
     Args:
         parts: The model.
         arrays: Its arrays, of which only shapes and dtypes are read.
-        forward: Calls the model; `None`: the model is called itself.
-        inputs: Its inputs: an object with shape and dtype, a sequence of these, or a mapping by name.
+        call: Calls the model with inputs.
+        inputs: Inputs as positional arguments or as a mapping of named ones: objects with shape and dtype.
     """
     recorder: Any = _InputRecorder()
 
     def call_rebuilt_model(arrays: Sequence[object], inputs: Any) -> None:
         model = parts.rebuild_model(arrays)
         report_calls_to_tracer(model, recorder)
-        call_model(model, forward, inputs)
+        call(model, inputs)
 
     try:
-        described = jax.tree.map(_describe_shape, ([*arrays], get_batch_inputs((inputs,))))
+        described = jax.tree.map(_describe_shape, ([*arrays], inputs))
         jax.eval_shape(call_rebuilt_model, *described)
     except Exception:  # the user's code may raise any error
         return {}

@@ -19,6 +19,8 @@ from layoutmap.adapters.jax.pytrees import ModelLeaf, SplitModel
 from layoutmap.adapters.jax.tracing import TracedArray, is_random_key, trace_build_function
 from layoutmap.adapters.jax.training import (
     TrainState,
+    call_model,
+    get_batch_inputs,
     replace_arrays,
     unwrap_and_split_model,
     unwrap_train_state,
@@ -148,7 +150,12 @@ class JaxSession:
 
         forward = model.forward if isinstance(model, TrainState) else None
         with use_mesh(make_abstract_mesh(self._context.policy.mesh)):
-            numbers = nnx.number_module_inputs(parts, arrays, forward, self._inputs)
+            numbers = nnx.number_module_inputs(
+                parts,
+                arrays,
+                lambda rebuilt, inputs: call_model(rebuilt, forward, inputs),
+                get_batch_inputs((self._inputs,)),
+            )
         return [
             replace(spec, use=replace(spec.use, reads=numbers.get(spec.path.rpartition(".")[0])))
             if spec.use
