@@ -311,6 +311,23 @@ def test_two_kernels_with_blocks_between_their_calls_are_no_pair():
     ]
 
 
+def test_of_two_possible_first_kernels_the_one_called_last_is_read():
+    """Another layer reads the output of the earlier one, so its layout does not follow that of the pair."""
+    shapes = {"early": (7, 8), "late": (2, 16, 8), "taker": (8, 16)}
+    roles = {2: ("in.0", "out.0"), 3: ("", "in.0", "out.0")}
+    variables = [
+        replace(make_weight(f"{name}.kernel", shape), use=AxisRoles(roles[len(shape)], reads=reads))
+        for reads, (name, shape) in enumerate(shapes.items())
+    ]
+
+    rules = suggest(variables, "batch=2,model=4")
+
+    assert {r"late\.kernel$": "column: outputs are sharded, as the inputs of taker are"} == {
+        rule.pattern: rule.reason for rule in rules.rules if "inputs of taker" in rule.reason
+    }
+    assert not make_plan(variables, rules).lint()
+
+
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     """Its blocks are in one list. A head that no layer follows has another reason."""
     variables = [

@@ -430,6 +430,7 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
             outer = taker.list_axis_sizes("out")
             is_unclear = len(ins.get(outer, ())) == len(outs.get(outer, ())) == 1
             are_siblings = len(makers) > 1 and {w.list_axis_sizes("in") for w in makers} == {outer}
+            firsts: list[Weight] = []
             for maker in makers:
                 is_first = None
                 if maker.use.reads is not None and taker.use.reads is not None:
@@ -440,7 +441,12 @@ def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterato
                     # This order decides last, because some libraries sort layers by their names.
                     is_first = are_siblings or order[id(maker)] < order[id(taker)]
                 if is_first:
-                    yield maker, taker
+                    firsts.append(maker)
+            # Of kernels with different shapes and inputs, the taker reads the one that is called last.
+            last = max((w.use.reads for w in firsts if w.use.reads is not None), default=None)
+            if len({w.shape for w in firsts}) > 1 and all(w.use.reads is not None for w in firsts):
+                firsts = [w for w in firsts if w.use.reads == last]
+            yield from ((maker, taker) for maker in firsts)
     query = linted.find_attention_kernels(block).get("query")
     pairs = [
         (w, taker)
