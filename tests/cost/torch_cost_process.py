@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections import Counter
 
 import torch
@@ -132,6 +133,35 @@ def advised():
     return best.what, verdict.fits, again.fits, best.needed_bytes, again.needed_bytes
 
 
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        heads = self.into(x).view(*x.shape[:2], 4, 16)
+        return self.out(torch.tanh(heads).flatten(2))
+
+
+def list_warnings_of_a_plan():
+    """Warnings of a plan whose step does not fit, so that a mesh with more devices than heads is tried."""
+    rules = {"into.weight": ("model", None), "into.bias": ("model",), "out.weight": (None, "model")}
+    shape = Shape()
+    shape.shape = (8, 16, 64)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plan = lm.plan(
+            Heads,
+            lm.LayoutMap(MESH, rules, rest="replicated"),
+            inputs=shape,
+            on="h100",
+            library="torch",
+            device_memory=1000,
+        )
+    assert [each for each in plan.verdict.advice if "devices" in each.what], plan.verdict
+    return [str(each.message) for each in found if issubclass(each.category, lm.LayoutMapWarning)]
+
+
 def causes_of_the_loss():
     """Causes of all large collectives where the loss needs all of what the last layer returns, or sums of it."""
     causes = set()
@@ -159,6 +189,7 @@ def main(names):
     counts = {name: counted(name) for name in names}
     more = {"attention": assumed_of_attention(), "advised": advised(), "of the loss": causes_of_the_loss()}
     more["sums"] = count_model_sums()
+    more["warnings"] = list_warnings_of_a_plan()
     left = dist.is_initialized()
     print(
         json.dumps({"counted": counts, "taken": {name: taken(name) for name in names}, "left": left} | more)

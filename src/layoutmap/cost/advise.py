@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from layoutmap.core.errors import LayoutMapWarning
 from layoutmap.core.paths import format_merged_paths, make_path_regex
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.search.options import MeshRoles, list_activation_options
@@ -97,7 +99,9 @@ class _VariantTrials:
             return None
         show_progress()
         begin = time.process_time()
-        cost = call_or_none(lambda: self._compute_cost(variant))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LayoutMapWarning)  # such as of heads that only a variant's mesh splits
+            cost = call_or_none(lambda: self._compute_cost(variant))
         self._longest = max(self._longest, time.process_time() - begin)
         return cost
 
