@@ -100,7 +100,8 @@ class _VariantTrials:
         show_progress()
         begin = time.process_time()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LayoutMapWarning)  # such as of heads that only a variant's mesh splits
+            # For example, only the variant's mesh may split heads.
+            warnings.simplefilter("ignore", LayoutMapWarning)
             cost = call_or_none(lambda: self._compute_cost(variant))
         self._longest = max(self._longest, time.process_time() - begin)
         return cost
