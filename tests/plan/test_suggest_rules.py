@@ -328,6 +328,23 @@ def test_of_two_possible_first_kernels_the_one_called_last_is_read():
     assert not make_plan(variables, rules).lint()
 
 
+@pytest.mark.parametrize("shapes", [{"kv": (32, 64)}, dict.fromkeys(("k0", "v0"), (32, 32))])
+def test_equal_blocks_have_equal_roles_if_the_first_reads_the_memory_as_its_input(shapes):
+    """The kernels of keys and values read it in each block, and that of the query only in the first."""
+    shapes = {"ask": (32, 32)} | shapes | {"join": (32, 32), "widen": (32, 64), "narrow": (64, 32)}
+    variables = []
+    for block, (name, shape) in itertools.product(range(2), reversed(shapes.items())):
+        call = {"ask": 0, "join": 1, "widen": 2, "narrow": 3}.get(name)
+        use = AxisRoles(("in.0", "out.0"), reads=0 if call is None else 4 * block + call)
+        variables.append(replace(make_weight(f"{block}.{name}.kernel", shape), use=use))
+
+    plan = make_plan(variables, suggest(variables))
+
+    rows = {v.path for v in variables if plan[v.path].layout.sharding_specs == ("model", "unsharded")}
+    assert {f"{n}.{name}.kernel" for n in range(2) for name in ("join", "narrow")} == rows
+    assert not plan.lint()
+
+
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     """Its blocks are in one list. A head that no layer follows has another reason."""
     variables = [
