@@ -157,6 +157,11 @@ class LintedPlan:
         return self.batch_dim is not None and not self.plan.activations and self.plan.free_activations
 
     @cached_property
+    def weights_by_id(self) -> Mapping[int, Weight]:
+        """A dict from the id of an assignment to its weight with known axis roles."""
+        return {id(w.assignment): w for w in self.weights}
+
+    @cached_property
     def kernels(self) -> list[Weight]:
         """The weights of matrix products: those with summed axes and output axes."""
         return [w for w in self.weights if w.list_axes("in") and w.list_axes("out")]
