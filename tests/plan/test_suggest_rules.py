@@ -328,6 +328,45 @@ def test_of_two_possible_first_kernels_the_one_called_last_is_read():
     assert not make_plan(variables, rules).lint()
 
 
+@pytest.mark.parametrize("shapes", [{"kv": (32, 64)}, dict.fromkeys(("k0", "v0"), (32, 32))])
+def test_equal_blocks_have_equal_roles_if_the_first_reads_the_memory_as_its_input(shapes):
+    """The kernels of keys and values read it in each block, and that of the query only in the first."""
+    shapes = {"ask": (32, 32)} | shapes | {"join": (32, 32), "widen": (32, 64), "narrow": (64, 32)}
+    variables = []
+    for block, (name, shape) in itertools.product(range(2), reversed(shapes.items())):
+        call = {"ask": 0, "join": 1, "widen": 2, "narrow": 3}.get(name)
+        use = AxisRoles(("in.0", "out.0"), reads=0 if call is None else 4 * block + call)
+        variables.append(replace(make_weight(f"{block}.{name}.kernel", shape), use=use))
+
+    plan = make_plan(variables, suggest(variables))
+
+    rows = {v.path for v in variables if plan[v.path].layout.sharding_specs == ("model", "unsharded")}
+    assert {f"{n}.{name}.kernel" for n in range(2) for name in ("join", "narrow")} == rows
+    assert not plan.lint()
+
+
+def test_arrays_of_a_pytree_with_one_block_in_a_list_have_no_false_roles():
+    """A table and an output layer beside the block are no pair, and each bias is sharded like its kernel."""
+    shapes = {f"enc.0.sa.w{part}": (32, 4, 8) for part in "qkv"}
+    shapes |= {"enc.0.sa.wo": (4, 8, 32), "enc.0.sa.bq": (4, 8), "lookup": (2048, 32), "unproj": (32, 2048)}
+    shapes |= {f"enc.0.ffn.{name}": (32, 64) for name in "gu"}
+    shapes |= {"enc.0.ffn.d": (64, 32), "enc.0.ffn.d_b": (32,)}
+    variables = [make_weight(*each) for each in shapes.items()]
+
+    plan = make_plan(variables, suggest(variables))
+
+    assert "bias: sharded as the output of its kernel" == plan["enc.0.sa.bq"].match.rule.reason
+    starts = {
+        "enc.0.ffn.g": "column",
+        "enc.0.ffn.u": "column",
+        "enc.0.ffn.d": "row: takes the sharded outputs of g, u",
+    }
+    starts |= dict.fromkeys(("lookup", "unproj"), "unknown role")
+    reasons = {path: plan[path].match.rule.reason for path in starts}
+    assert starts == {path: reasons[path][: len(start)] for path, start in starts.items()}
+    assert not plan.lint()
+
+
 def test_layers_of_a_flat_model_have_the_reasons_of_their_pair():
     """Its blocks are in one list. A head that no layer follows has another reason."""
     variables = [

@@ -131,7 +131,7 @@ def _with_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> Pla
         layouts, changed_blocks = dict[int, Layout](), set[str]()
         for group in _group_repeated_weights(plan):
             blocks = {a.variable.path.rpartition(".")[0].rpartition(".")[0] for a in group}
-            if blocks & changed_blocks or _is_small_group(group, plan):
+            if blocks & changed_blocks or _is_small_group(group, suggestions.linted):
                 continue
             found = {
                 id(a): layout
@@ -146,19 +146,19 @@ def _with_suggested_layouts(plan: PlanTable, batch_dims: tuple[str, ...]) -> Pla
         plan = replace(plan, assignments=tuple(changed))
 
 
-def _is_small_group(group: Group, plan: PlanTable) -> bool:
+def _is_small_group(group: Group, linted: LintedPlan) -> bool:
     """Return whether a group has too few bytes of the model to be sharded. Biases are sharded as their kernels."""
-    if _is_bias(group[0].variable):
+    if _is_bias(group[0], linted):
         return False
-    total = sum(a.variable.global_bytes for a in plan.assignments)
+    total = sum(a.variable.global_bytes for a in linted.plan.assignments)
     return sum(a.variable.global_bytes for a in group) < _MIN_SHARE * total
 
 
-def _is_bias(variable: VariableSpec) -> bool:
+def _is_bias(a: Assignment, linted: LintedPlan) -> bool:
     """Return whether a variable is a vector, or has no summed axis, as a bias with several axes."""
-    use = variable.use
-    sums = use is None or any(role.startswith(("in", "rows")) for role in use.roles)
-    return len(variable.shape) == 1 or not sums
+    w = linted.weights_by_id.get(id(a))
+    is_summed = w is None or w.list_axes("in") or w.list_axes("rows")
+    return len(a.variable.shape) == 1 or not is_summed
 
 
 def _make_rules_with_reasons(plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> RuleSet:
@@ -175,7 +175,7 @@ def _make_rules_with_reasons(plan: PlanTable, dim: str, batch_dims: tuple[str, .
         for layout in counts:
             members = [a for a in group if a.layout == layout]
             is_small = layout.is_fully_replicated() and (
-                _is_bias(members[0].variable) or _is_small_group(members, plan)
+                _is_bias(members[0], reasons.linted) or _is_small_group(members, reasons.linted)
             )
             if is_small and usual in (None, layout):
                 continue
@@ -218,21 +218,18 @@ class _ReasonMaker:
     """Maker of the reasons for the suggested layouts of a plan."""
 
     def __init__(self, plan: PlanTable, dim: str, batch_dims: tuple[str, ...]) -> None:
-        self._linted = LintedPlan(plan, make_spec(batch_dims) if batch_dims else None)
-        self._weights = {id(w.assignment): w for w in self._linted.weights}
+        self.linted = LintedPlan(plan, make_spec(batch_dims) if batch_dims else None)
         self._parts = {
-            id(w)
-            for block in self._linted.blocks
-            for w in self._linted.find_attention_kernels(block).values()
+            id(w) for block in self.linted.blocks for w in self.linted.find_attention_kernels(block).values()
         }
-        self._previous_kernels = LayoutSuggestions(self._linted).previous_kernels
+        self._previous_kernels = LayoutSuggestions(self.linted).previous_kernels
         self._kernels_before_row_kernels = {
             id(before)
-            for w in self._linted.kernels
+            for w in self.linted.kernels
             if (before := self._previous_kernels.get(id(w))) and w.layout.num_shards(w.list_axes("in")[0]) > 1
         }
         self._siblings_per_block = Counter(
-            (make_sibling_key(w.assignment), w.block) for w in self._linted.weights
+            (make_sibling_key(w.assignment), w.block) for w in self.linted.weights
         )
         self._dim = dim
         self._batch_dims = batch_dims
@@ -247,7 +244,7 @@ class _ReasonMaker:
             reasons = {}
             for a in members:
                 reason = self._make_weight_reason(a, has_names)
-                if id(a) in self._linted.experts.listed and len(a.variable.shape) > 1:
+                if id(a) in self.linted.experts.listed and len(a.variable.shape) > 1:
                     reason += self._list_explanation
                 reasons.setdefault(reason, []).append(a.variable.path)
             if len(reasons) == 1:
@@ -261,10 +258,10 @@ class _ReasonMaker:
         return usual + "".join(others)
 
     def _make_weight_reason(self, a: Assignment, has_names: bool) -> str:
-        w, shape = self._weights.get(id(a)), a.variable.shape
+        w, shape = self.linted.weights_by_id.get(id(a)), a.variable.shape
         axis = next((n for n in range(len(shape)) if a.layout.num_shards(n) > 1), None)
         if axis is None:
-            if id(a) in self._linted.experts.routers:
+            if id(a) in self.linted.experts.routers:
                 return "router: replicated, because each device scores all experts"
             return self._explain_why_replicated(w, shape)
         dims = a.layout.list_mesh_dims(axis)
@@ -289,13 +286,13 @@ class _ReasonMaker:
     @cached_property
     def _list_explanation(self) -> str:
         """Text about the mesh dim of experts, which cannot shard a list of them, or "" if the mesh has no such dim."""
-        mesh, unused = self._linted.plan.mesh, self._linted.plan.unused_dims
+        mesh, unused = self.linted.plan.mesh, self.linted.plan.unused_dims
         dim = next((d for d in mesh.mesh_dims if d.name in NAMES_OF_EXPERTS and d.size > 1), None)
         effect = ", so nothing uses it" if dim in unused else ""
         return f"; a list of experts cannot be divided over {dim.name}{effect}: stack them" if dim else ""
 
     def _explain_kernel_sharding(self, w: Weight, role: str, over: str, has_names: bool) -> str:
-        others = (self._linted.kernels_after if role == "out" else self._linted.kernels_before).get(id(w), ())
+        others = (self.linted.kernels_after if role == "out" else self.linted.kernels_before).get(id(w), ())
         # One reason is for all siblings, and those of one block have different neighbors, so it names none.
         has_names = has_names and self._siblings_per_block[make_sibling_key(w.assignment), w.block] == 1
         names = ", ".join(dict.fromkeys(other.layer_name for other in others)) if has_names else ""
@@ -305,8 +302,8 @@ class _ReasonMaker:
             if role == "out"
             else {(id(other), id(w)) for other in others}
         )
-        order = f"; {GUESSED_ORDER}" if pairs & self._linted.guessed_pairs else ""
-        if id(w) in self._linted.unordered_kernels:
+        order = f"; {GUESSED_ORDER}" if pairs & self.linted.guessed_pairs else ""
+        if id(w) in self.linted.unordered_kernels:
             order = f"; {UNKNOWN_ORDER}" if w.assignment.variable.use else "; the order of calls is unknown"
         if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
@@ -323,19 +320,19 @@ class _ReasonMaker:
             )
             split = (
                 "; fused: a split that crosses shards reshards them"
-                if id(w) in self._linted.kernels_after_fused
+                if id(w) in self.linted.kernels_after_fused
                 else ""
             )
             return f"column: outputs are sharded, {takers}{split}{order}"
         source = (
             f"takes the sharded outputs of {names}" if names else "each device takes its part of the inputs"
         )
-        if id(w) in self._linted.attention_outputs and not names:
+        if id(w) in self.linted.attention_outputs and not names:
             source = "takes the heads of each device"
         return f"row: {source}, and the sums are all-reduced over {over}{order}"
 
     def _explain_sharding_without_role(self, a: Assignment, axis: int) -> str:
-        if axis == 0 and self._linted.is_expert_stack(a):
+        if axis == 0 and self.linted.is_expert_stack(a):
             return f"experts: each device has {a.shard_shape[0]} of {a.variable.shape[0]} experts"
         return f"unknown role: axis {axis} is sharded because it is the largest that divides evenly"
 
@@ -343,11 +340,11 @@ class _ReasonMaker:
         axes = range(len(shape))
         if len(shape) == 1:
             return "replicated: a vector is small"
-        if w is not None and w.list_axes("rows") and self._dim in self._linted.batch_dims:
+        if w is not None and w.list_axes("rows") and self._dim in self.linted.batch_dims:
             return f"replicated: over {self._dim}, each step would gather or sum the outputs of a table"
         if w is not None and w.list_axes("in") and w.list_axes("out"):
             is_row = any(
-                not maker.layout.is_fully_replicated() for maker in self._linted.kernels_before.get(id(w), ())
+                not maker.layout.is_fully_replicated() for maker in self.linted.kernels_before.get(id(w), ())
             )
             axes = w.list_axes("in" if is_row else "out")[:1]
         return "replicated" + (self._explain_why_uneven(shape, axes, w) or ", as the inputs of its layer are")
@@ -356,10 +353,10 @@ class _ReasonMaker:
         """Return text about axes or numbers of heads that the mesh dim does not divide, or "" if it divides all."""
         unit = (
             w.use.head_size or 1
-            if w is not None and (id(w) in self._parts or id(w) in self._linted.attention_outputs)
+            if w is not None and (id(w) in self._parts or id(w) in self.linted.attention_outputs)
             else 1
         )
-        count = self._linted.plan.mesh.dim_size(self._dim)
+        count = self.linted.plan.mesh.dim_size(self._dim)
         uneven = [
             f"{shape[axis] // unit} heads" if unit > 1 else f"axis {axis} of {shape[axis]}"
             for axis in axes

@@ -21,7 +21,6 @@ from layoutmap.plan.lint.weights import (
     LintedPlan,
     Weight,
     format_rule_suffix,
-    iterate_kernel_pairs,
 )
 from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import RULE_KINDS, Problem
@@ -105,7 +104,7 @@ def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
     seen = set[object]()
     for block in linted.blocks:
         kernels = linted.find_attention_kernels(block)
-        for first, second in iterate_kernel_pairs(linted, block):
+        for first, second in linted.list_kernel_pairs(block):
             for found in _find_pair_mismatches(linted, first, second):
                 finding = _extend_finding_to_key_and_value(kernels, found)
                 # A kernel after several, such as query, key, and value, needs only one finding.

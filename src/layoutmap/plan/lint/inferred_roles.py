@@ -217,12 +217,16 @@ def _infer_roles_by_transposed_shapes(
         for shape, group in shapes.items()
         if shape[0] < shape[1] and shape[::-1] in shapes
     ]
-    # A table has no bias. So if only some of the arrays have one, the others can be tables.
+    # A table has no bias. So if only some of the arrays have one, of the larger size, the others can be tables.
+    arrays = [array for pair in pairs for group in pair for array in group]
     if (
         len(pairs) == 1
-        and all(array in block for group in pairs[0] for array in group)
+        and all(array in block for array in arrays)
         and min(map(len, pairs[0])) == 1
-        and len({bool(array.biases) for group in pairs[0] for array in group}) == 1
+        and (
+            all(array.biases for array in arrays)
+            or all(bias.shape == (min(array.shape),) for array in arrays for bias in array.biases)
+        )
     ):
         wide, tall = pairs[0]
         # If both are equally frequent, `max` returns axis 1, the larger one.
@@ -312,13 +316,16 @@ def _infer_output_layer_roles(block: Sequence[_UnknownWeight], tables: Sequence[
 def _find_sizes_of_repeated_blocks(
     weights: Sequence[VariableSpec], blocks: Mapping[tuple[str, str], Sequence[_UnknownWeight]]
 ) -> Mapping[tuple[str, str], set[int]]:
-    """Return a dict from the model and path of a module to the sizes of unknown arrays in repeated blocks in it."""
+    """Return a dict from the model and path of a module to the sizes of unknown arrays in repeated blocks in it.
+
+    A list of one block counts, too.
+    """
     layers = find_repeated_layers(v.path for v in weights)
     found: dict[tuple[str, str], set[int]] = defaultdict(set)
     for (model, path), block in blocks.items():
         while path:
             module, _, name = path.rpartition(".")
-            if path in layers:
+            if path in layers or name.isdigit():
                 modules = {module, module.rpartition(".")[0]} if name.isdigit() else {module}
                 for each in modules:
                     found[model, each] |= {size for array in block for size in array.shape}

@@ -39,7 +39,7 @@ class LayoutSuggestions:
     def __init__(
         self, linted: LintedPlan, find_changes: Callable[[], Mapping[int, Layout]] = dict[int, Layout]
     ) -> None:
-        self._linted = linted
+        self.linted = linted
         self._find_changes = find_changes
         mesh = linted.plan.mesh
         dims = [dim for dim in mesh.mesh_dims if dim.size > 1]
@@ -54,14 +54,14 @@ class LayoutSuggestions:
 
     def suggest_layout(self, a: Assignment) -> Layout | None:
         """Return a sharded layout for a replicated variable, or None if no layout fits or it should stay replicated."""
-        w = self._weights_by_id.get(id(a))
+        w = self.linted.weights_by_id.get(id(a))
         # A vector of unknown role is small, and each device needs whole routers and indices, so suggest no layout.
         is_kept = len(a.variable.shape) == 1 or is_index_or_mask(a.variable)
-        if (w is None and is_kept) or id(a) in self._linted.experts.routers:
+        if (w is None and is_kept) or id(a) in self.linted.experts.routers:
             return None
         if w is None or w.list_axes("rows"):
             sibling = self._find_sibling_layout(a)
-            if sibling and w and self._linted.are_batch_outputs_free and not self._has_other_dim(sibling):
+            if sibling and w and self.linted.are_batch_outputs_free and not self._has_other_dim(sibling):
                 sibling = None
             return sibling or self._suggest_first_even_axis_layout(a, w)
         is_kernel = w.list_axes("in") and w.list_axes("out")
@@ -70,23 +70,23 @@ class LayoutSuggestions:
     def _suggest_kernel_layout(self, w: Weight) -> Layout | None:
         """Return a layout for a kernel that fits the kernels before and after it, or None if no axis splits evenly."""
         out, into = w.list_axes("out")[0], w.list_axes("in")[0]
-        for maker in self._linted.kernels_before.get(id(w), ()):
+        for maker in self.linted.kernels_before.get(id(w), ()):
             if dims := self._remove_batch_dims(maker.list_dims(maker.list_axes("out")[0])):
                 return self._make_even_layout(w, into, dims)
-        for taker in self._linted.kernels_after.get(id(w), ()):
+        for taker in self.linted.kernels_after.get(id(w), ()):
             if dims := self._remove_batch_dims(taker.list_dims(taker.list_axes("in")[0])):
                 return self._make_even_layout(w, out, dims)
         for part in self._qkv_by_id.get(id(w), ()):
             if dims := part.list_dims(part.list_axes("out")[0]):
                 return self._make_even_layout(w, out, dims)
         is_row = id(w) in self._row_sharded_kernel_ids
-        makers, is_paired = self._linted.kernels_before.get(id(w), ()), id(w) in self._linted.kernels_after
+        makers, is_paired = self.linted.kernels_before.get(id(w), ()), id(w) in self.linted.kernels_after
         # If no next kernel reads sharded inputs, sharded outputs would be gathered, so then shard the input axis.
         is_last_row = not is_paired and any(
             maker.list_dims(maker.list_axes("in")[0]) or id(maker) in self._row_sharded_kernel_ids
             for maker in makers
         )
-        for bias in self._linted.biases.get((w.assignment.variable.model, w.layer), ()):
+        for bias in self.linted.biases.get((w.assignment.variable.model, w.layer), ()):
             axes = [axis for axis, role in enumerate(bias.use.roles) if role == w.use.roles[out]]
             dims = self._remove_batch_dims(bias.list_dims(axes[0])) if axes else ()
             if dims and not (is_row or is_last_row or self._is_odd_bias(bias)):
@@ -119,8 +119,8 @@ class LayoutSuggestions:
 
         It stays so beside a kernel in unknown order, because it fits then even if the kernel's axes are swapped.
         """
-        kernel = self._linted.find_kernel_of_bias(w)
-        if kernel is None or id(kernel) in self._linted.unordered_kernels:
+        kernel = self.linted.find_kernel_of_bias(w)
+        if kernel is None or id(kernel) in self.linted.unordered_kernels:
             return None
         advised = self._changed_layouts_by_id.get(id(kernel.assignment), kernel.layout)
         return make_bias_layout(w, replace(kernel, assignment=replace(kernel.assignment, layout=advised)))
@@ -131,9 +131,9 @@ class LayoutSuggestions:
         The bias seems wrong if the axis of the kernel is already sharded, the kernel takes sharded inputs, another
         layout fits the kernels beside it, or the biases of most other blocks differ.
         """
-        linted = self._linted
+        linted = self.linted
         dims = bias.list_dims(bias.use.roles.index(kernel.use.roles[axis]))
-        is_row = id(kernel) in self._row_sharded_kernel_ids or id(kernel) in self._linted.attention_outputs
+        is_row = id(kernel) in self._row_sharded_kernel_ids or id(kernel) in self.linted.attention_outputs
         is_stored = {*dims} <= {*linted.batch_dims}
         if kernel.list_dims(axis) or (is_row and not is_stored) or self._is_odd_bias(bias):
             return None
@@ -145,7 +145,7 @@ class LayoutSuggestions:
 
     def _is_odd_bias(self, bias: Weight) -> bool:
         """Return whether most of the biases of repeated blocks are sharded differently from this one."""
-        siblings = self._linted.siblings[make_sibling_key(bias.assignment)]
+        siblings = self.linted.siblings[make_sibling_key(bias.assignment)]
         return sum(w.layout != bias.layout for w in siblings) > len(siblings) / 2
 
     def _suggest_layout_over_largest_dim(self, w: Weight, axis: int) -> Layout | None:
@@ -153,7 +153,7 @@ class LayoutSuggestions:
         # If a summed axis is sharded over the batch dim, each step gathers the weight or the batch, so skip this dim.
         is_sum = w.use.roles[axis].startswith("in")
         for dim in self._dims:
-            if not (is_sum and dim.name in self._linted.batch_dims):
+            if not (is_sum and dim.name in self.linted.batch_dims):
                 found = self._make_even_layout(w, axis, (dim.name,))
                 if found is not None:
                     return found
@@ -161,7 +161,7 @@ class LayoutSuggestions:
 
     def _suggest_layout_over_batch_dim(self, w: Weight, axis: int) -> Layout | None:
         """Return the layout with an axis sharded over a batch dim, or None if no batch dim divides its size."""
-        dims = [dim.name for dim in self._dims if dim.name in self._linted.batch_dims]
+        dims = [dim.name for dim in self._dims if dim.name in self.linted.batch_dims]
         return next((found for dim in dims if (found := self._make_even_layout(w, axis, (dim,)))), None)
 
     def _make_even_layout(self, w: Weight, axis: int, dims: tuple[str, ...]) -> Layout | None:
@@ -173,7 +173,7 @@ class LayoutSuggestions:
         is_of_heads = (
             role == "out"
             if id(w) in self._qkv_by_id
-            else role == "in" and id(w) in self._linted.attention_outputs
+            else role == "in" and id(w) in self.linted.attention_outputs
         )
         unit = w.use.head_size if is_of_heads and w.use.head_size else 1
         return None if w.shape[axis] // layout.num_shards(axis) % unit else layout
@@ -185,10 +185,10 @@ class LayoutSuggestions:
         """
         shape, dims = a.variable.shape, self._dims
         rows = table.list_axes("rows") if table else ()
-        if table and self._linted.are_batch_outputs_free:  # lint would report a table over the batch dim
-            dims = [dim for dim in dims if dim.name not in self._linted.batch_dims]
+        if table and self.linted.are_batch_outputs_free:  # lint would report a table over the batch dim
+            dims = [dim for dim in dims if dim.name not in self.linted.batch_dims]
         axes = sorted(range(len(shape)), key=lambda axis: (axis not in rows, -shape[axis]))
-        if self._linted.is_expert_stack(a):
+        if self.linted.is_expert_stack(a):
             dims = sorted(dims, key=lambda dim: dim.name not in NAMES_OF_EXPERTS)
             axes = range(len(shape))
         for dim in dims:
@@ -207,22 +207,18 @@ class LayoutSuggestions:
         return any(self._remove_batch_dims(layout.list_mesh_dims(axis)) for axis in range(layout.rank))
 
     def _remove_batch_dims(self, dims: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dim for dim in dims if dim not in self._linted.batch_dims)
+        return tuple(dim for dim in dims if dim not in self.linted.batch_dims)
 
     @cached_property
     def _changed_layouts_by_id(self) -> Mapping[int, Layout]:
         return self._find_changes()
 
     @cached_property
-    def _weights_by_id(self) -> Mapping[int, Weight]:
-        return {id(w.assignment): w for w in self._linted.weights}
-
-    @cached_property
     def _sibling_layouts(self) -> Mapping[object, Layout]:
         """A dict from the result of `make_sibling_key` to the layout of a sharded weight with this key."""
         return {
             make_sibling_key(a): a.layout
-            for a in self._linted.plan.assignments
+            for a in self.linted.plan.assignments
             if a.fits and a.variable.kind is Kind.WEIGHT and not a.layout.is_fully_replicated()
         }
 
@@ -230,24 +226,24 @@ class LayoutSuggestions:
     def _qkv_by_id(self) -> Mapping[int, Sequence[Weight]]:
         """A dict from the id of each query, key, or value kernel to all three kernels of its layer."""
         found: dict[int, Sequence[Weight]] = {}
-        for block in self._linted.blocks:
-            kernels = list(self._linted.find_attention_kernels(block).values())
+        for block in self.linted.blocks:
+            kernels = list(self.linted.find_attention_kernels(block).values())
             found |= {id(w): kernels for w in kernels}
         return found
 
     @cached_property
     def previous_kernels(self) -> Mapping[int, Weight]:
         """A dict from the id of a kernel to the last kernel that computes its input."""
-        chains = (pair for block in self._linted.blocks for pair in iterate_list_pairs(block))
-        return {id(second): first for first, second in itertools.chain(chains, self._linted.kernel_pairs)}
+        chains = (pair for block in self.linted.blocks for pair in iterate_list_pairs(block))
+        return {id(second): first for first, second in itertools.chain(chains, self.linted.kernel_pairs)}
 
     @cached_property
     def _row_sharded_kernel_ids(self) -> frozenset[int]:
         """The ids of kernels to shard by input axes, because the kernels before them are sharded by output axes."""
         rows: set[int] = set()
-        for w in self._linted.kernels:
+        for w in self.linted.kernels:
             before = self.previous_kernels.get(id(w))
-            if id(w) in self._linted.kernels_after and id(w) not in self._linted.kernels_before:
+            if id(w) in self.linted.kernels_after and id(w) not in self.linted.kernels_before:
                 continue  # the first kernel of a pair is sharded by its output axis, and only the second by its input
             if before is not None and id(before) not in rows and id(w) not in self._qkv_by_id:
                 rows.add(id(w))

@@ -157,6 +157,11 @@ class LintedPlan:
         return self.batch_dim is not None and not self.plan.activations and self.plan.free_activations
 
     @cached_property
+    def weights_by_id(self) -> Mapping[int, Weight]:
+        """A dict from the id of an assignment to its weight with known axis roles."""
+        return {id(w.assignment): w for w in self.weights}
+
+    @cached_property
     def kernels(self) -> list[Weight]:
         """The weights of matrix products: those with summed axes and output axes."""
         return [w for w in self.weights if w.list_axes("in") and w.list_axes("out")]
@@ -165,22 +170,54 @@ class LintedPlan:
     def blocks(self) -> list[list[Weight]]:
         """The kernels, grouped by the block (the parent layer) that contains their layers.
 
-        They are in the order of calls if it is known, else in the order in which the layers were made.
+        They are in the order of calls if it is known, else in the order in which the layers were made. Equal blocks
+        have one order, that of their typical block.
         """
+        found: list[list[Weight]] = []
+        for block in self._unsorted_blocks:
+            order = {w.name: number for number, w in enumerate(self._typical_blocks[id(block[0])])}
+            found.append(sorted(block, key=lambda w: order[w.name]))
+        return found
+
+    @cached_property
+    def _unsorted_blocks(self) -> Sequence[Sequence[Weight]]:
         groups: dict[tuple[str, str], list[Weight]] = defaultdict(list)
         for w in self.kernels:
             groups[w.assignment.variable.model, w.block].append(w)
-        return [
-            block
-            if any(w.use.reads is None for w in block)
-            else sorted(block, key=lambda w: w.use.reads or 0)
-            for block in groups.values()
-        ]
+        return [*groups.values()]
+
+    # Layers of equal blocks have equal roles, but in the first block, attention may read one tensor as queries, keys,
+    # and values, and in the later ones a memory as keys and values only.
+    @cached_property
+    def _typical_blocks(self) -> Mapping[int, Sequence[Weight]]:
+        """A dict from the id of each kernel to the one of the blocks equal to its own that reads the fewest tensors."""
+        groups: dict[object, list[Sequence[Weight]]] = defaultdict(list)
+        for block in self._unsorted_blocks:
+            parts = split_path_at_numbers(block[0].block)
+            layers = frozenset((w.name, w.shape, w.use) for w in block)
+            groups[block[0].assignment.variable.model, parts, layers].append(block)
+        found: dict[int, Sequence[Weight]] = {}
+        for blocks in groups.values():
+            typical = min(blocks, key=_count_inputs)
+            if math.isfinite(_count_inputs(typical)):
+                typical = sorted(typical, key=lambda w: w.use.reads or 0)
+            found |= {id(w): typical for block in blocks for w in block}
+        return found
+
+    def _find_typical_block(self, block: Sequence[Weight]) -> tuple[Sequence[Weight], Mapping[int, Weight]]:
+        """Return the typical block of a block, and a dict from the ids of its kernels to those of the block."""
+        typical = self._typical_blocks[id(block[0])]
+        return typical, {id(w): own for w, own in zip(typical, block, strict=True)}
+
+    def list_kernel_pairs(self, block: Sequence[Weight]) -> list[tuple[Weight, Weight]]:
+        """Return the pairs of kernels of a block, which are the same in all equal blocks."""
+        typical, own = self._find_typical_block(block)
+        return [(own[id(w)], own[id(taker)]) for w, taker in _iterate_kernel_pairs(self, typical)]
 
     @cached_property
     def kernel_pairs(self) -> list[tuple[Weight, Weight]]:
         """The pairs of kernels in which the second takes the output of the first."""
-        return [pair for block in self.blocks for pair in iterate_kernel_pairs(self, block)]
+        return [pair for block in self.blocks for pair in self.list_kernel_pairs(block)]
 
     @cached_property
     def unordered_kernels(self) -> Set[int]:
@@ -325,7 +362,11 @@ class LintedPlan:
     @cached_property
     def kernels_after_fused(self) -> Mapping[int, Weight]:
         """A dict from the id of each fused kernel to the kernel after the split of its outputs."""
-        return {id(fused): taker for block in self.blocks for fused, taker in iterate_fused_pairs(block)}
+        found: dict[int, Weight] = {}
+        for block in self.blocks:
+            typical, own = self._find_typical_block(block)
+            found |= {id(own[id(w)]): own[id(taker)] for w, taker in _iterate_fused_pairs(typical)}
+        return found
 
     @cached_property
     def siblings(self) -> Mapping[object, Sequence[Weight]]:
@@ -346,7 +387,8 @@ class LintedPlan:
         }
         if all(len(each) == 1 for each in found.values()):
             return {part: each[0] for part, each in found.items()}
-        for makers, taker in _iterate_joined_kernels(block):
+        typical, own = self._find_typical_block(block)
+        for makers, taker in _iterate_joined_kernels(typical):
             first, *rest = sorted(
                 makers, key=lambda w: w.list_axis_sizes("out") != taker.list_axis_sizes("in")
             )
@@ -355,7 +397,7 @@ class LintedPlan:
             rest = [w for w in rest if math.prod(w.list_axis_sizes("out")) <= math.prod(sizes)]
             is_query = sizes == taker.list_axis_sizes("in")
             if is_query and len(rest) == 2 and rest[0].shape == rest[1].shape:
-                return dict(zip(ATTENTION_PARTS, (first, *rest), strict=True))
+                return {part: own[id(w)] for part, w in zip(ATTENTION_PARTS, (first, *rest), strict=True)}
         return {}
 
     def find_attention_output(self, block: Sequence[Weight]) -> Weight | None:
@@ -407,14 +449,20 @@ def _group_second_weights_by_first(pairs: Iterable[tuple[Weight, Weight]]) -> Ma
     return dict(found)
 
 
-def iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+def _count_inputs(block: Sequence[Weight]) -> float:
+    """Return the number of tensors that the kernels of a block read, or infinity if it is unknown."""
+    numbers = {w.use.reads for w in block}
+    return math.inf if None in numbers else len(numbers)
+
+
+def _iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Yield each pair of kernels in a block in which the second takes the output of the first.
 
     These are kernels with the output sizes that only one other kernel has as input sizes, or several in turns, and the
-    kernels of `iterate_fused_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are
+    kernels of `_iterate_fused_pairs`. If all sizes of an attention layer are equal, the query and the output kernel are
     found by the names of their layers, and so are two square kernels such as up and down.
     """
-    yield from iterate_fused_pairs(block)
+    yield from _iterate_fused_pairs(block)
     order = {id(w): number for number, w in enumerate(block)}
     outs: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
     ins: dict[tuple[int, ...], list[Weight]] = defaultdict(list)
@@ -539,7 +587,7 @@ def _iterate_wide_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iter
         yield from ((maker, taker) for group, taker in groups for maker in group)
 
 
-def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+def _iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Yield each fused kernel (query, key, and value, or gate and up), with the kernel that takes its split outputs.
 
     By their shapes alone, these are two consecutive kernels, of which the second takes a third or a half of the outputs
