@@ -249,6 +249,7 @@ ALTERNATIVES = {
         r".*\.(squeeze|widen|down)\.(kernel|kernal)",
     ),
     "of none that is used": (r"h\.\d+\.(widne|squeze)\.kernel", r"h\.\d+\.(widen|squeze)\.kernel"),
+    "beside a short word": (r"(h|g)\.\d+\.oot\.kernel", r"(h|g)\.\d+\.out\.kernel"),
     "beside the word": (r".*\.(squeeze|widen|down)\.kernle", r".*\.(squeeze|widen|down)\.kernel"),
 }
 

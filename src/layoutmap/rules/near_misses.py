@@ -223,7 +223,10 @@ class WordSearch:
             if len(self._paths_by_word) > self._left:
                 return []
             self._left -= len(self._paths_by_word)
-            self._similar[word] = difflib.get_close_matches(word, self._paths_by_word, cutoff=MIN_WORD_SCORE)
+            near = difflib.get_close_matches(word, self._paths_by_word, cutoff=MIN_WORD_SCORE)
+            short = [other for other in self._paths_by_word if has_one_other_letter(word, other)]
+            # A short word is similar to many others, so only one of them may differ in a letter.
+            self._similar[word] = near or short * (len(short) == 1)
         return self._similar[word]
 
 
