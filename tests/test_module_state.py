@@ -55,6 +55,7 @@ STATE = {
     "engines.torch.dtensor_ops.memories.copied": "memories in use that are copies of others; weakly held",
     "engines.torch.dtensor_ops.memories.outdated": "those of them with former values; weakly held",
     "engines.torch.dtensor_ops.guard.sharding_query": "whether DTensor is asked how it would compute, on each thread",
+    "engines.torch.dtensor_ops.guard._reduced_gradients": "gradients of a backward pass with reduced sums; weakly held",
     "engines.torch.specs._cached_functions": "the caches of what is known of meshes, emptied as DTensor's are",
     "engines.torch.dtensor_ops.gathered._warned_functions": "each function is warned of once in a process",
     "engines.torch.deferred_init.streams._scratch_buffers": "memory for random numbers, one piece on each thread",

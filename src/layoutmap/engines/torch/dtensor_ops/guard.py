@@ -66,6 +66,7 @@ from layoutmap.engines.torch.placing import (
     replicate_tensor,
 )
 from layoutmap.engines.torch.specs import DTensorSpec, get_local, get_spec, has_even_shards, make_dtensor
+from layoutmap.engines.torch.storages import get_tensor_version
 from layoutmap.engines.torch.trees import tree_leaves, tree_map
 from layoutmap.engines.torch.unseen import get_storage
 
@@ -349,7 +350,7 @@ def _remove_partial_and_strided_placements(value: object, written_ids: set[int])
     if not isinstance(value, DTensor) or id(value) in written_ids or not _is_partial_or_strided(value):
         return value
     # In a backward pass, both gradients of a product need the same reduced gradient, so keep it.
-    moment = get_backward_pass_id(), value._version
+    moment = get_backward_pass_id(), get_tensor_version(value)
     if (known := _reduced_gradients.get(value)) and known[0] == moment:
         return known[1]
     result = redistribute_if_needed(value, [p if type(p) is Shard else Replicate() for p in value.placements])
