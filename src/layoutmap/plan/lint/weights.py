@@ -136,6 +136,7 @@ class LintedPlan:
     def __init__(self, plan: PlanTable, batch_dim: BatchDim | None) -> None:
         self.plan = plan
         self.batch_dim = batch_dim
+        self._typical_pairs: dict[int, list[tuple[Weight, Weight]]] = {}  # by the id of a typical block
         self.batch_dims = list_batch_dims(batch_dim)
         fitting = [a for a in plan.assignments if a.variable.kind is Kind.WEIGHT and a.fits]
         uses = {
@@ -212,7 +213,9 @@ class LintedPlan:
     def list_kernel_pairs(self, block: Sequence[Weight]) -> list[tuple[Weight, Weight]]:
         """Return the pairs of kernels of a block, which are the same in all equal blocks."""
         typical, own = self._find_typical_block(block)
-        return [(own[id(w)], own[id(taker)]) for w, taker in _iterate_kernel_pairs(self, typical)]
+        if id(typical) not in self._typical_pairs:
+            self._typical_pairs[id(typical)] = [*_iterate_kernel_pairs(self, typical)]
+        return [(own[id(w)], own[id(taker)]) for w, taker in self._typical_pairs[id(typical)]]
 
     @cached_property
     def kernel_pairs(self) -> list[tuple[Weight, Weight]]:
@@ -223,11 +226,11 @@ class LintedPlan:
     def unordered_kernels(self) -> Set[int]:
         """The ids of kernels in no pair that can be one with another kernel of their block, by their sizes."""
         found = set[int]()
+        paired = self.kernels_before.keys() | self.kernels_after.keys()
         for block in self.blocks:
             known = {id(w) for w in self.find_attention_kernels(block).values()}
             known.update(id(w) for pair in iterate_list_pairs(block) for w in pair)
-            known.update(self.kernels_before, self.kernels_after)
-            rest = [w for w in block if w.use.reads is None and id(w) not in known]
+            rest = [w for w in block if w.use.reads is None and id(w) not in paired and id(w) not in known]
             for first, second in itertools.permutations(rest, 2):
                 if _can_be_pair(first, second):
                     found |= {id(first), id(second)}
