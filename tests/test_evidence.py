@@ -41,10 +41,12 @@ def test_counts_of_two_runs_are_added(evidence):
     laws = {law: dict.fromkeys(evidence.OUTCOMES, 2) for law in ("plans", "syncs")}
     new = run | {"all held": 1, "seeds": [12, 13], "date": "2026-11-30", "laws": laws, "commands": ["second"]}
 
-    total = evidence.add_counts("torch", old, new)
+    total = evidence.add_counts(old, new)
 
     assert (4, 3, [10, 13], "2026-11-30") == tuple(total[k] for k in ("cases", "all held", "seeds", "date"))
     assert {"plans": 3, "syncs": 2} == {law: outcomes["held"] for law, outcomes in total["laws"].items()}
     assert (["a"], ["first", "second"]) == (total["commits"], total["commands"])
-    with pytest.raises(ValueError, match=r"torch: the seeds \[10, 11\] overlap"):
-        evidence.add_counts("torch", total, run)
+    last = json.loads(evidence.KEPT.read_text(encoding="utf-8"))["torch"]["seeds"][1]
+    with pytest.raises(SystemExit, match=f"torch: docs/evidence.json counts seeds up to {last}"):
+        evidence.check_seeds_are_new(["torch"], last)
+    evidence.check_seeds_are_new(["torch"], last + 1)

@@ -1,6 +1,6 @@
 """Count the outcomes of drawn cases, and write docs/evidence.md from docs/evidence.json.
 
-`tools/fuzz.py --publish` replaces the counts of the subjects that it tried, and `--publish --add` adds to them.
+`tools/fuzz.py --publish` replaces the counts of the subjects that it tried, and `--add` adds to them.
 docs/evidence.json also has the seeds, commits, and commands of each subject.
 """
 
@@ -63,9 +63,6 @@ def publish(counts: Counts, command: str, *, adds: bool = False) -> None:
         counts: Counts from `count_outcomes`.
         command: Command that tried the cases.
         adds: Whether to add to the counts of earlier commands, instead of replacing them.
-
-    Raises:
-        ValueError: A seed would be counted twice.
     """
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -73,25 +70,30 @@ def publish(counts: Counts, command: str, *, adds: bool = False) -> None:
     kept: Counts = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     known = {"date": date.today().isoformat(), "commits": [commit], "commands": [command]}
     for subject, subject_counts in counts.items():
-        is_first = not adds or subject not in kept
         new = subject_counts | known
-        kept[subject] = new if is_first else add_counts(subject, kept[subject], new)
+        kept[subject] = add_counts(kept[subject], new) if adds and subject in kept else new
     kept = {subject: kept[subject] for subject in SUBJECTS | PADDED if subject in kept}
     KEPT.write_text(f"{json.dumps(kept, indent=1)}\n", encoding="utf-8")
     _write_table("drawn", make_tables(kept))
 
 
-def add_counts(subject: str, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return the sum of two counts of a subject, with the seeds, commits, and commands of both.
+def check_seeds_are_new(subjects: Iterable[str], first_seed: int) -> None:
+    """Raise if a case from `first_seed` on can be one that docs/evidence.json counts already.
 
     Raises:
-        ValueError: Both have the same seeds.
+        SystemExit: A subject has published seeds of this size or above.
     """
-    if new["seeds"][0] <= old["seeds"][1] and old["seeds"][0] <= new["seeds"][1]:
-        raise ValueError(
-            f"{subject}: the seeds {new['seeds']} overlap the published seeds {old['seeds']}, so cases would be "
-            f"counted twice: choose another --seed, or publish without --add"
-        )
+    kept: Counts = json.loads(KEPT.read_text(encoding="utf-8"))
+    for subject in subjects:
+        if subject in kept and first_seed <= (last := kept[subject]["seeds"][1]):
+            raise SystemExit(
+                f"{subject}: docs/evidence.json counts seeds up to {last}, so cases from {first_seed} on could be "
+                f"counted twice: pass --seed {last + 1}, or replace its counts with --publish alone"
+            )
+
+
+def add_counts(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return the sum of two counts of a subject, with the seeds, commits, and commands of both."""
     total = {name: old[name] + new[name] for name in ("cases", "refused", "all held", "commits", "commands")}
     total["laws"] = {
         law: {

@@ -34,6 +34,8 @@ REPORT_SECONDS = 15.0
 def main(arguments: list[str]) -> int:
     asked = _make_parser().parse_args(arguments)
     subjects = asked.subjects or list(SUBJECTS)
+    if asked.add:
+        evidence.check_seeds_are_new(subjects, asked.seed)  # before cases are tried for hours
     minutes = asked.minutes or (None if asked.count else 10)
     limits = {} if minutes is None else {"seconds": minutes * 60}
     schedule = Schedule(
@@ -68,7 +70,7 @@ def main(arguments: list[str]) -> int:
     if interrupted:
         print("interrupted: cases in work have no outcome", file=sys.stderr)
         return 130
-    if asked.publish:
+    if asked.publish or asked.add:
         command = " ".join(each for each in arguments if each not in ("--publish", "--add"))
         evidence.publish(counts, f"python tools/fuzz.py {command}", adds=asked.add)
     return int(any(each.outcome.is_failure for each in tried))

@@ -168,3 +168,25 @@ def test_a_gathered_tensor_leaves_the_shards_of_its_source_without_gradient():
 
     assert gathered.requires_grad
     assert not any(piece.requires_grad for piece in get_local(source)._local_tensors.values())
+
+
+def test_a_hook_that_changes_a_gradient_in_place_is_seen_by_later_operators():
+    """Also by an operator of lists, whose changes torch does not count. A reduced gradient is kept until then."""
+    seen = []
+
+    def change(gradient):
+        assert any(placement.is_partial() for placement in gradient.placements)
+        other = torch.ones_like(whole(gradient))
+        seen.append(whole(gradient + place(other, None, None)))
+        torch._foreach_mul_([gradient], 2.0)
+        seen.append(whole(gradient + place(other, None, None)))
+
+    with run_on():
+        x = place(torch.arange(48.0).view(8, 6), None, None).requires_grad_()
+        weight = place(torch.arange(24.0).view(4, 6), "model", None)
+        x.register_hook(change)
+        nn.functional.linear(x, weight).sum().backward()
+
+    expected = torch.arange(24.0).view(4, 6).sum(0).expand(8, 6)
+    assert torch.equal(expected + 1, seen[0])
+    assert torch.equal(2 * expected + 1, seen[1])

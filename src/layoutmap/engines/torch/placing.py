@@ -304,9 +304,8 @@ class _GatherWithGradientFunction(SkippableAutogradFunction):
             get_local(redistribute_if_needed(tensor, make_replicated_placements(ctx.mesh)))
         )
         if plain.stride() == tensor.stride() or 0 in tensor.stride() or not plain.numel():
-            return (
-                plain.detach()
-            )  # it may be the local tensor of `tensor`, to which autograd would add this gradient
+            # It may be the local tensor of `tensor`, to which autograd would add this gradient, so return an alias.
+            return plain.detach()
         # A gathered tensor is contiguous, but torch draws random numbers in the order of the strides, so restore the
         # strides.
         strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=plain.dtype, device=plain.device)

@@ -494,9 +494,9 @@ def _iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterat
                 if is_first:
                     firsts.append(maker)
             # Of kernels with different shapes and inputs, the taker reads the one that is called last.
-            last = max((w.use.reads for w in firsts if w.use.reads is not None), default=None)
-            if len({w.shape for w in firsts}) > 1 and all(w.use.reads is not None for w in firsts):
-                firsts = [w for w in firsts if w.use.reads == last]
+            calls = [w.use.reads for w in firsts if w.use.reads is not None]
+            if len({w.shape for w in firsts}) > 1 and len(calls) == len(firsts):
+                firsts = [w for w in firsts if w.use.reads == max(calls)]
             yield from ((maker, taker) for maker in firsts)
     query = linted.find_attention_kernels(block).get("query")
     pairs = [

@@ -119,6 +119,8 @@ def _write_copies_back(op: OpOverload, changed: list[torch.Tensor], args: Args, 
     # If DTensor has cached its answer for an operator, it does not call the guard, so make the guard's check here, too.
     _check_no_write_to_unsharded_tensor(op, args, kwargs)
     increment_hidden_change_counters(changed)
+    for each in _list_dtensors(changed):  # an operator of lists does not change the version of a tensor
+        _reduced_gradients.pop(each, None)
     some = [each for each in _list_dtensors(changed) if each.device_mesh in meshes] if copied else []
     if some:
         write_changed_copies_back(op, some)
