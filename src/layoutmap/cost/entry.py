@@ -12,7 +12,7 @@ from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.json import make_cost_fields, read_cost_fields
 from layoutmap.cost.lint import COST_CHECKS
 from layoutmap.cost.plan_cost import make_cost_request, make_plan_with_step_cost
-from layoutmap.plan.lint.weights import LintedPlan
+from layoutmap.plan.lint.linted_plan import LintedPlan
 from layoutmap.plan.problems import Problem
 
 __all__ = [

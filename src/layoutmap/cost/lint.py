@@ -11,7 +11,8 @@ from layoutmap.core.variables import Kind
 from layoutmap.cost.cost import Cost, format_duration
 from layoutmap.cost.table import Collective
 from layoutmap.plan.lint.checks import find_tables_over_batch_dim
-from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix
+from layoutmap.plan.lint.linted_plan import LintedPlan
+from layoutmap.plan.lint.weights import format_rule_suffix
 from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import Problem
 

@@ -17,14 +17,9 @@ from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
+from layoutmap.plan.lint.linted_plan import GUESSED_ORDER, UNKNOWN_ORDER, LintedPlan
 from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions, is_index_or_mask
-from layoutmap.plan.lint.weights import (
-    GUESSED_ORDER,
-    UNKNOWN_ORDER,
-    LintedPlan,
-    Weight,
-    make_sibling_key,
-)
+from layoutmap.plan.lint.weights import Weight, make_sibling_key
 from layoutmap.plan.planner import make_plan_table
 from layoutmap.plan.table import PlanTable
 from layoutmap.rules import presets

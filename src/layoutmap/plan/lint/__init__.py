@@ -41,8 +41,8 @@ from layoutmap.core.text_table import format_html_table
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.lint import checks
 from layoutmap.plan.lint.changes import add_rule_changes_to_fixes
+from layoutmap.plan.lint.linted_plan import LintedPlan
 from layoutmap.plan.lint.suggest import LayoutSuggestions
-from layoutmap.plan.lint.weights import LintedPlan
 from layoutmap.plan.output_rules import NAMES_OF_BATCH
 from layoutmap.plan.problems import Problem, merge_problems
 from layoutmap.plan.table import PlanTable

@@ -14,14 +14,10 @@ from layoutmap.core.uneven import apply_uneven_policy, derive_layout_from_parent
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
 from layoutmap.plan.lint.inferred_roles import HEAD
+from layoutmap.plan.lint.linted_plan import GUESSED_ORDER, LintedPlan
 from layoutmap.plan.lint.repeated import find_less_sharded_blocks
 from layoutmap.plan.lint.suggest import LayoutSuggestions, make_bias_layout, make_sharded_layout
-from layoutmap.plan.lint.weights import (
-    GUESSED_ORDER,
-    LintedPlan,
-    Weight,
-    format_rule_suffix,
-)
+from layoutmap.plan.lint.weights import Weight, format_rule_suffix
 from layoutmap.plan.output_rules import make_output_rule_text
 from layoutmap.plan.problems import RULE_KINDS, Problem
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
+from layoutmap.plan.lint.linted_plan import LintedPlan
 from layoutmap.plan.lint.suggest import make_bias_layout
-from layoutmap.plan.lint.weights import LintedPlan, format_rule_suffix, list_sharding_dims_in_compute
+from layoutmap.plan.lint.weights import format_rule_suffix, list_sharding_dims_in_compute
 from layoutmap.plan.problems import Problem
 
 _NUMBER = re.compile(r"\d+")

@@ -13,12 +13,9 @@ from functools import cached_property
 from layoutmap.core.layout import Layout
 from layoutmap.core.specs import make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
-from layoutmap.plan.lint.weights import (
-    LintedPlan,
-    Weight,
-    iterate_list_pairs,
-    make_sibling_key,
-)
+from layoutmap.plan.lint.kernel_pairs import iterate_list_pairs
+from layoutmap.plan.lint.linted_plan import LintedPlan
+from layoutmap.plan.lint.weights import Weight, make_sibling_key
 
 NAMES_OF_EXPERTS = ("expert", "experts")
 """Usual names of a mesh dim over which experts are sharded."""
