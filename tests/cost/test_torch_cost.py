@@ -50,6 +50,8 @@ def test_a_step_in_two_dims_is_counted_as_it_runs():
     # Each row kernel computes partial sums of its outputs, and each column kernel those of the gradient of its inputs.
     sums = ("forward blocks.0.down", "forward blocks.1.down", "backward blocks.0.up", "backward blocks.1.up")
     assert {f"all_reduce {each}": 1 for each in sums} == found["sums"]
+    # Four products on a quarter of a kernel, and the gradient of the second's inputs on all of it.
+    assert {"float32": 2 * 64 * 64 * 128 * (4 // 4 + 1)} == found["products"]
     assert [] == found["warnings"]  # a mesh that advice only tries splits heads
 
 

@@ -162,6 +162,15 @@ def list_warnings_of_a_plan():
     return [str(each.message) for each in found if issubclass(each.category, lm.LayoutMapWarning)]
 
 
+def count_products():
+    """Floating-point operations of a step with two column kernels, between which DTensor must gather."""
+    linear = torch.nn.Linear
+    layout_map = lm.LayoutMap(MESH, {r"[02]\.weight": ("model", None)}, rest="replicated")
+    options = {"inputs": Shape(), "on": "h100", "optimizer": "adamw", "loss": loss_of, "batch_dim": "data"}
+    make = lambda: torch.nn.Sequential(linear(64, 128), torch.nn.LayerNorm(128), linear(128, 64))  # noqa: E731
+    return lm.plan(make, layout_map, library="torch", **options).cost.step.flops
+
+
 def causes_of_the_loss():
     """Causes of all large collectives where the loss needs all of what the last layer returns, or sums of it."""
     causes = set()
@@ -188,6 +197,7 @@ def count_model_sums():
 def main(names):
     counts = {name: counted(name) for name in names}
     more = {"attention": assumed_of_attention(), "advised": advised(), "of the loss": causes_of_the_loss()}
+    more["products"] = count_products()
     more["sums"] = count_model_sums()
     more["warnings"] = list_warnings_of_a_plan()
     left = dist.is_initialized()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +53,7 @@ def describe_training_step(
     inputs = step.inputs.items()
     batch = [BatchArraySpec(name, tuple(x.shape), format_dtype(x.dtype)) for name, x in inputs]
     specs = [entry.spec for entry in entries]
-    return TrainingStep(type(model).__name__, specs, batch, (), step.run_step_twice, step.notes)
+    return TrainingStep(type(model).__name__, specs, batch, (), step.run_step, step.notes)
 
 
 class _RunnableStep:
@@ -71,10 +70,10 @@ class _RunnableStep:
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # running the step may add a note
         self._loss = loss
 
-    def run_step_twice(
+    def run_step(
         self, tracer: Any, values: Mapping[Key, DTensor], batch: Sequence[torch.Tensor]
     ) -> Mapping[Key, DTensor]:
-        """Run two steps, and count only the second, because the first creates slots and fills DTensor's caches."""
+        """Run a step and count it, without the creation of the optimizer's slots."""
         placed: list[tuple[DescribedTensor, DTensor, Layout]] = []
         for entry in self._entries:
             value = values[entry.spec.key]
@@ -87,14 +86,15 @@ class _RunnableStep:
         trained = [p for p in self._model.parameters() if p.requires_grad]
         optimizer = self.optimizer(trained) if self.optimizer is not None else None
         with tracer:
-            self._run_step_once(tracer, batch, optimizer)
-            self._model.zero_grad()  # free the gradients, which would be counted as memory that stays in use
-            gc.collect()  # collect autograd graphs, because they contain reference cycles
-            tracer.reset_counts()
-            self._run_step_once(tracer, batch, optimizer)
+            self._compute_gradients(tracer, batch)
+            if optimizer is not None:
+                with tracer.mark_slot_creation():
+                    optimizer.step()
+                with tracer.mark_optimizer_update():
+                    optimizer.step()
         return {}
 
-    def _run_step_once(self, tracer: Any, batch: Sequence[Any], optimizer: Any) -> None:
+    def _compute_gradients(self, tracer: Any, batch: Sequence[Any]) -> None:
         inputs = dict(zip(self.inputs, batch, strict=True)) if self._is_named else (tuple(batch), None)
         output = call_model(self._model, inputs)
         value: Any = find_scalar_loss(output) if self._loss is None else self._loss(output)
@@ -107,9 +107,6 @@ class _RunnableStep:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 tracer.record_gradient_path(parameter.grad, name)
-        if optimizer is not None:
-            with tracer.mark_optimizer_update():
-                optimizer.step()
 
 
 def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> None:

@@ -32,6 +32,7 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import convert_to_native_layout, record_layout
 from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.devices import discard_meshes_of_group
+from layoutmap.engines.torch.dtensor_ops import compute_global_shapes_in
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
 from layoutmap.engines.torch.modes import TorchDispatchMode
@@ -77,6 +78,7 @@ class StepCostCounter:
             groups = _map_groups_to_dims(policy.mesh)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             counter: Any = _OperationCounter(policy, groups)
+            stack.enter_context(compute_global_shapes_in(counter.pause))
             values = {a.variable.key: _make_fake_dtensor(a) for a in assignments}
             batch = [torch.empty(b.shape, dtype=find_torch_dtype(b.dtype, b.name)) for b in self._step.batch]
             argument_bytes = sum(
@@ -180,6 +182,7 @@ class _OperationCounter(TorchDispatchMode):
 
     def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]]):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._is_paused = False
         self.policy = policy
         self._groups = groups
         self.engine: TorchEngine = engine()
@@ -195,6 +198,10 @@ class _OperationCounter(TorchDispatchMode):
         self.watched_nodes: set[object] = set()
         self.has_fused_attention = False  # whether the step called fused attention
 
+    def pause(self) -> AbstractContextManager[None]:
+        """Count nothing until the block ends."""
+        return set_attribute_temporarily(self, "_is_paused", True)
+
     # -- called by the steps of torch_module_step.py
 
     def record_shard_path(self, local: torch.Tensor, path: str) -> None:
@@ -209,13 +216,18 @@ class _OperationCounter(TorchDispatchMode):
         """Count operations as the optimizer's update until the block ends."""
         return self.count_in_phase("optimizer")
 
-    def reset_counts(self) -> None:
-        """Reset the counts. Memory that is in use now counts as resident between steps."""
-        self.flops.clear()
-        self._calls.clear()
-        self.watched_nodes.clear()
-        self.layers.clear()
-        self.resident_bytes, self.traffic_bytes, self.peak_bytes = self._stored_bytes, 0, 0
+    @contextmanager
+    def mark_slot_creation(self) -> Generator[None]:
+        """Count memory that is allocated until the block ends, and still in use then, as resident between steps.
+
+        Other counts do not change.
+        """
+        stored, peak, traffic = self._stored_bytes, self.peak_bytes, self.traffic_bytes
+        flops, num_calls = dict(self.flops), len(self._calls)
+        yield
+        self.flops, self.traffic_bytes, self.peak_bytes = flops, traffic, peak
+        del self._calls[num_calls:]
+        self.resident_bytes += self._stored_bytes - stored
 
     def record_gradient_path(self, gradient: torch.Tensor, path: str) -> None:
         """Record that a tensor is the gradient of the weight at `path`, which caused the tensor's collectives."""
@@ -238,6 +250,8 @@ class _OperationCounter(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor then calls the operator on shards, and that call is counted
         result = func(*args, **kwargs)
+        if self._is_paused:
+            return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__

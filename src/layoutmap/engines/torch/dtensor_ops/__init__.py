@@ -12,6 +12,7 @@ the others     tables of functions: losses, norms, attention, convolutions, recu
 from layoutmap.engines.torch.dtensor_ops.conversions import (
     extract_first_rank_tensor as extract_first_rank_tensor,
 )
+from layoutmap.engines.torch.dtensor_ops.dispatch import compute_global_shapes_in as compute_global_shapes_in
 from layoutmap.engines.torch.dtensor_ops.local_values import (
     check_value_is_not_shard as check_value_is_not_shard,
 )

@@ -10,13 +10,15 @@ import functools
 import heapq
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from layoutmap.engines.patches import set_attribute_temporarily, wrap_method_in_context
 from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch.operators import (
     COLLECTIVES,
@@ -45,6 +47,9 @@ with ImportErrorConverter("torch"):
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
 _TAIL = "_dispatch_fast_path_python_tail"  # method that returns the results of in-place operators
 _SEARCH = "find_min_cost_path"  # method that chooses the collectives that redistribute a tensor
+_COMPUTE_SHAPES = (
+    "_propagate_tensor_meta_non_cached"  # method that computes results' global shapes on fake tensors
+)
 _RESULTS = "_dispatch_get_local_results_slow_path"  # method that redistributes arguments and runs operators
 
 check_names_exist(
@@ -53,7 +58,7 @@ check_names_exist(
         _DISPATCHER,
         f"{_PROPAGATE} {_TAIL} {_RESULTS} redistribute_local_args _custom_op_handlers sharding_propagator",
     ),
-    (_DISPATCHER.sharding_propagator, "op_strategy_funcs propagate_op_sharding"),
+    (_DISPATCHER.sharding_propagator, f"op_strategy_funcs propagate_op_sharding {_COMPUTE_SHAPES}"),
     (_Planner, f"{_SEARCH} get_next_state"),
     (torch._C, "_clear_DTensor_sharding_propagator_cache _dispatch_has_kernel_for_dispatch_key"),
 )
@@ -155,6 +160,15 @@ class OperatorDispatchPatch:
         _DISPATCHER._custom_op_handlers.update(_ORIGINAL_HANDLERS)
         setattr(_Planner, _SEARCH, _ORIGINAL_SEARCH)
         _clear_operator_caches()
+
+
+@contextmanager
+def compute_global_shapes_in(make_context: Callable[[], AbstractContextManager[object]]) -> Generator[None]:
+    """Until the block ends, DTensor computes the global shapes of results in a context of this kind."""
+    propagator = _DISPATCHER.sharding_propagator
+    wrapped = wrap_method_in_context(getattr(propagator, _COMPUTE_SHAPES), make_context)
+    with set_attribute_temporarily(propagator, _COMPUTE_SHAPES, wrapped):
+        yield
 
 
 def _clear_operator_caches() -> None:
