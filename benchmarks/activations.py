@@ -71,6 +71,11 @@ def count_collectives(model, batch) -> tuple[Counter[str], Counter[str]]:
     ]
     data = place_batch(batch, get_session(model))
     text = jax.jit(model.train_step).lower(tuple(state), data).compile().as_text() or ""
+    return count_collectives_in_program(text)
+
+
+def count_collectives_in_program(text: str) -> tuple[Counter[str], Counter[str]]:
+    """Return the number and the output bytes of each kind of collective in a compiled program's text."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for match in COLLECTIVE.finditer(text):

@@ -2,11 +2,13 @@
 
     python benchmarks/torch_plan.py                              all models, 3 rounds: about a minute
     python benchmarks/torch_plan.py --model llama-405b --rounds 1 --plan
+    python benchmarks/torch_plan.py --on h100:64 --rounds 1      plans with the cost of a step: some minutes
 
 Each model runs in a fresh process. `LayoutMap.from_tp_plan` makes the map from the function that makes
 the model, and the model is planned on a mesh of 512 devices, batch=64, model=8. The benchmark downloads
 nothing and creates no weight. "map" and "plan" are seconds. "meta" is the time that torch takes to build
-the model on its meta device. "peak" is the growth of the process after the imports.
+the model on its meta device. "peak" is the growth of the process after the imports. With `--on`, the plan
+contains the cost of a training step of 64 x 1024 tokens with AdamW, on a mesh of 64 devices, batch=8, model=8.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from measure import compute_median, make_parser, read_peak_bytes, run_method, run_rounds, time_call
 
 MESH = "batch=64,model=8"
+MESH_WITH_COST = "batch=8,model=8"
 LLAMA = {"vocab_size": 128_256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 # Class, config, and its numbers.
 MODELS = {
@@ -77,7 +80,7 @@ MODELS = {
 }
 
 
-def measure_method(name: str, method: str) -> None:
+def measure_method(name: str, method: str, target: str) -> None:
     """Plan one model in this process, and print the measurements as JSON."""
     import torch
     import transformers
@@ -104,9 +107,12 @@ def measure_method(name: str, method: str) -> None:
             make()
         result["meta"] = time.perf_counter() - start
     else:
-        layout_map = lm.LayoutMap.from_tp_plan(make, lm.Mesh(None, MESH), batch_dim="batch")
+        mesh = lm.Mesh(None, MESH_WITH_COST if target else MESH)
+        layout_map = lm.LayoutMap.from_tp_plan(make, mesh, batch_dim="batch")
         result["map"] = time.perf_counter() - start
-        result["plan"], plan = time_call(lambda: lm.plan(make, layout_map))
+        tokens = torch.empty((64, 1024), dtype=torch.int64, device="meta")
+        options = {"inputs": tokens, "on": target, "optimizer": "adamw"} if target else {}
+        result["plan"], plan = time_call(lambda: lm.plan(make, layout_map, **options))
         result |= {
             "text": str(plan),
             "parameters": sum(
@@ -128,17 +134,23 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="processes of each (default: 3)")
     parser.add_argument("--plan", action="store_true", help="also print the plans")
+    parser.add_argument("--on", default="", help="machine of the step's cost, such as h100:64")
     parser.add_argument("--child", choices=("layoutmap", "meta"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        measure_method(args.model[0], args.child)
+        measure_method(args.model[0], args.child, args.on)
         return
-    print(f"planning on mesh {MESH}; medians of {args.rounds}")
+    print(f"planning on mesh {MESH_WITH_COST if args.on else MESH}; medians of {args.rounds}")
     print(
         "model            parameters  variables  per device   map s  plan s  meta s  peak MiB  errors  unused rules"
     )
     for name in args.model or MODELS:
-        runs = run_rounds(("layoutmap", "meta"), args.rounds, partial(run_method, __file__, model=name))
+        options = ("--on", args.on) if args.on else ()
+
+        def run(method: str, name: str = name, options: tuple[str, ...] = options) -> Any:
+            return run_method(__file__, method, name, *options)
+
+        runs = run_rounds(("layoutmap", "meta"), args.rounds, run)
         if args.plan:
             print(runs["layoutmap"][0]["text"])
         median = partial(compute_median, runs["layoutmap"])
