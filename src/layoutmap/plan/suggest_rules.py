@@ -15,9 +15,10 @@ from functools import cached_property
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
+from layoutmap.core.unsupported import UNKNOWN_ORDER_KIND
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
-from layoutmap.plan.lint.linted_plan import GUESSED_ORDER, UNKNOWN_ORDER, LintedPlan
+from layoutmap.plan.lint.linted_plan import LintedPlan
 from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions, is_index_or_mask
 from layoutmap.plan.lint.weights import Weight, make_sibling_key
 from layoutmap.plan.planner import make_plan_table
@@ -39,7 +40,9 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
         batch_dim: The mesh dim over which batches are sharded; `None`: all dims with a usual name for that.
     """
     variables, is_free = [a.variable for a in plan.assignments], plan.free_activations
+    notes = [p for p in plan.problems if p.kind == UNKNOWN_ORDER_KIND]
     plan = make_plan_table(variables, RuleSet(plan.mesh), complete=False, free_activations=is_free)
+    plan = plan.add_problems(notes)
     batch_dims = list_batch_dims(batch_dim) or list_dims_with_batch_names(plan.mesh)
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:
@@ -297,9 +300,12 @@ class _ReasonMaker:
             if role == "out"
             else {(id(other), id(w)) for other in others}
         )
-        order = f"; {GUESSED_ORDER}" if pairs & self.linted.guessed_pairs else ""
+        order = f"; {self.linted.guessed_order_reason}" if pairs & self.linted.guessed_pairs else ""
         if id(w) in self.linted.unordered_kernels:
-            order = f"; {UNKNOWN_ORDER}" if w.assignment.variable.use else "; the order of calls is unknown"
+            is_known_layer = w.assignment.variable.use is not None
+            order = (
+                f"; {self.linted.unknown_order_reason if is_known_layer else 'the order of calls is unknown'}"
+            )
         if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
         if (
