@@ -22,8 +22,8 @@ class Problem:
     Args:
         kind: What sort of problem: `"rank"`, `"uneven"`, `"no rule"`, `"unused rule"`, `"shadowed rule"`
             (of variables or of activations), `"tied"`, `"global init"`, `"no activations"`, `"not built"`,
-            `"unused dim"`, `"gathering"`, `"loose slot"`, `"zero"`, `"unsupported layout"` or `"unsupported"`; of a
-            step under explicit axes `"out_sharding"`; of what
+            `"unused dim"`, `"gathering"`, `"loose slot"`, `"zero"`, `"unsupported layout"`, `"unsupported"` or
+            `"unknown order"`; of a step under explicit axes `"out_sharding"`; of what
             is inspected `"no layout"`, `"another mesh"`, `"plain"`, `"moved"`, `"differs"` or `"drifted"`; of rules
             that begin with `keras:` `"contradiction"` or `"layer output"`. What lint finds has kinds of its own; see
             `layoutmap.plan.lint`.

@@ -15,9 +15,10 @@ from functools import cached_property
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import format_merged_paths, split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims, make_spec
+from layoutmap.core.unsupported import UNKNOWN_ORDER_KIND
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint import list_dims_with_batch_names
-from layoutmap.plan.lint.linted_plan import GUESSED_ORDER, UNKNOWN_ORDER, LintedPlan
+from layoutmap.plan.lint.linted_plan import LintedPlan
 from layoutmap.plan.lint.suggest import NAMES_OF_EXPERTS, LayoutSuggestions, is_index_or_mask
 from layoutmap.plan.lint.weights import Weight, make_sibling_key
 from layoutmap.plan.planner import make_plan_table
@@ -39,7 +40,9 @@ def suggest_rules(plan: PlanTable, batch_dim: BatchDim | None = None) -> RuleSet
         batch_dim: The mesh dim over which batches are sharded; `None`: all dims with a usual name for that.
     """
     variables, is_free = [a.variable for a in plan.assignments], plan.free_activations
+    notes = [p for p in plan.problems if p.kind == UNKNOWN_ORDER_KIND]
     plan = make_plan_table(variables, RuleSet(plan.mesh), complete=False, free_activations=is_free)
+    plan = plan.add_problems(notes)
     batch_dims = list_batch_dims(batch_dim) or list_dims_with_batch_names(plan.mesh)
     dims = [dim.name for dim in plan.mesh.mesh_dims if dim.size > 1]
     if not dims:
@@ -170,7 +173,9 @@ def _make_rules_with_reasons(plan: PlanTable, dim: str, batch_dims: tuple[str, .
         for layout in counts:
             members = [a for a in group if a.layout == layout]
             is_small = layout.is_fully_replicated() and (
-                _is_bias(members[0], reasons.linted) or _is_small_group(members, reasons.linted)
+                _is_bias(members[0], reasons.linted)
+                or _is_small_group(members, reasons.linted)
+                or reasons.suggestions.is_small(members[0])
             )
             if is_small and usual in (None, layout):
                 continue
@@ -217,7 +222,8 @@ class _ReasonMaker:
         self._parts = {
             id(w) for block in self.linted.blocks for w in self.linted.find_attention_kernels(block).values()
         }
-        self._previous_kernels = LayoutSuggestions(self.linted).previous_kernels
+        self.suggestions = LayoutSuggestions(self.linted)
+        self._previous_kernels = self.suggestions.previous_kernels
         self._kernels_before_row_kernels = {
             id(before)
             for w in self.linted.kernels
@@ -258,6 +264,8 @@ class _ReasonMaker:
         if axis is None:
             if id(a) in self.linted.experts.routers:
                 return "router: replicated, because each device scores all experts"
+            if self.suggestions.is_small(a):
+                return "replicated: small"
             return self._explain_why_replicated(w, shape)
         dims = a.layout.list_mesh_dims(axis)
         over = " and ".join(dims)
@@ -297,9 +305,12 @@ class _ReasonMaker:
             if role == "out"
             else {(id(other), id(w)) for other in others}
         )
-        order = f"; {GUESSED_ORDER}" if pairs & self.linted.guessed_pairs else ""
+        order = f"; {self.linted.guessed_order_reason}" if pairs & self.linted.guessed_pairs else ""
         if id(w) in self.linted.unordered_kernels:
-            order = f"; {UNKNOWN_ORDER}" if w.assignment.variable.use else "; the order of calls is unknown"
+            is_known_layer = w.assignment.variable.use is not None
+            order = (
+                f"; {self.linted.unknown_order_reason if is_known_layer else 'the order of calls is unknown'}"
+            )
         if role == "out" and not names and (others or id(w) in self._kernels_before_row_kernels):
             names = "the next layer"
         if (

@@ -123,7 +123,7 @@ def find_unsupported_feature_problems(
             (part.model, part.path, axis) in sharded for axis in part.if_sharded
         ):
             what = f"{part.path}: {part.what}"
-            problem = Problem("unsupported", part.severity, part.path, what, why=part.why, fix=part.fix)
+            problem = Problem(part.kind, part.severity, part.path, what, why=part.why, fix=part.fix)
             yield problem.add_model_name(part.model if several else "")
 
 

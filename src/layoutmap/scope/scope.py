@@ -27,6 +27,7 @@ from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_
 from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import BatchDim, list_batch_dims
+from layoutmap.core.unsupported import UNKNOWN_ORDER_KIND
 from layoutmap.engines import get_engine
 from layoutmap.plan.carried_cost import load_cost_package
 from layoutmap.plan.completeness import has_weights, make_unbuilt_layers_problem
@@ -261,7 +262,8 @@ def plan(
             several_dims=context.several_dims,
             explain_why_padding_is_impossible=adapter.explain_why_padding_is_impossible,
         )
-        engine_problems = [p for p in found.problems if p.kind in ("unsupported layout", "unsupported")]
+        kinds = ("unsupported layout", "unsupported", UNKNOWN_ORDER_KIND)
+        engine_problems = [p for p in found.problems if p.kind in kinds]
         final = final.add_problems([p for p in engine_problems if p not in final.problems])
     if not complete:
         problem = make_unbuilt_layers_problem(type(model).__name__, unbuilt, called=inputs is not None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from layoutmap.core.errors import PlanError
+from layoutmap.core.errors import LayoutMapWarning, PlanError
 from layoutmap.core.mesh import Mesh, check_dims_in_mesh
 from layoutmap.core.specs import BatchDim
+from layoutmap.core.unsupported import UNKNOWN_ORDER_KIND
+from layoutmap.core.users_line import find_user_stacklevel
 from layoutmap.plan.completeness import find_unbuilt_layers_problem
 from layoutmap.plan.suggest_rules import suggest_rules
 from layoutmap.plan.table import PlanTable
@@ -78,8 +81,15 @@ def suggest_layout_map(table: PlanTable, batch_dim: BatchDim | None) -> LayoutMa
 
     Raises:
         PlanError: The plan's mesh does not have the batch dim.
+
+    Warns:
+        LayoutMapWarning: The model's call with `inputs` failed, so the order of calls is unknown.
     """
     check_dims_in_mesh("suggest: batch_dim", batch_dim, table.mesh, "batches are sharded over it", PlanError)
+    for p in table.problems:
+        if p.kind == UNKNOWN_ORDER_KIND:
+            warning = LayoutMapWarning(f"suggest: {p.what}", why=p.why, fix=p.fix)
+            warnings.warn(warning, stacklevel=find_user_stacklevel())
     found = LayoutMap(table.mesh, rest="replicated")
     found.update(suggest_rules(table, batch_dim))
     return found

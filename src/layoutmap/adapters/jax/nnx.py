@@ -223,13 +223,16 @@ def number_module_inputs(
 ) -> dict[str, int]:
     """Return a dict from the path of each called module to the number of the array that it reads in its last call.
 
-    The model is traced. The dict is empty if that fails.
+    The model is traced.
 
     Args:
         parts: The model.
         arrays: Its arrays, of which only shapes and dtypes are read.
         call: Calls the model with inputs.
         inputs: Inputs as positional arguments or as a mapping of named ones: objects with shape and dtype.
+
+    Raises:
+        Exception: The call failed, as it does if the model's code reads values.
     """
     recorder: Any = _InputRecorder()
 
@@ -238,11 +241,8 @@ def number_module_inputs(
         report_calls_to_tracer(model, recorder)
         call(model, inputs)
 
-    try:
-        described = jax.tree.map(_describe_shape, ([*arrays], inputs))
-        jax.eval_shape(call_rebuilt_model, *described)
-    except Exception:  # the user's code may raise any error
-        return {}
+    described = jax.tree.map(_describe_shape, ([*arrays], inputs))
+    jax.eval_shape(call_rebuilt_model, *described)
     return number_inputs(recorder.inputs)
 
 

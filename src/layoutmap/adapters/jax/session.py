@@ -30,7 +30,7 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.paths import format_path_regex_as_python
-from layoutmap.core.unsupported import UnsupportedFeature
+from layoutmap.core.unsupported import UnsupportedFeature, make_failed_call_note
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.engines.agreement import check_same_values
 from layoutmap.engines.jax.ambient import make_abstract_mesh, use_mesh
@@ -50,6 +50,7 @@ class JaxSession:
         self._context = context
         self.specs: Sequence[VariableSpec] = ()
         self._inputs: object = None  # of the model, for a plan
+        self._failed_calls: Sequence[UnsupportedFeature] = ()  # with these inputs
 
     def defer_variables(self) -> AbstractContextManager[None]:
         """Raise, because JAX computes arrays immediately.
@@ -149,13 +150,17 @@ class JaxSession:
         from layoutmap.adapters.jax import nnx
 
         forward = model.forward if isinstance(model, TrainState) else None
-        with use_mesh(make_abstract_mesh(self._context.policy.mesh)):
-            numbers = nnx.number_module_inputs(
-                parts,
-                arrays,
-                lambda rebuilt, inputs: call_model(rebuilt, forward, inputs),
-                get_batch_inputs((self._inputs,)),
-            )
+        try:
+            with use_mesh(make_abstract_mesh(self._context.policy.mesh)):
+                numbers = nnx.number_module_inputs(
+                    parts,
+                    arrays,
+                    lambda rebuilt, inputs: call_model(rebuilt, forward, inputs),
+                    get_batch_inputs((self._inputs,)),
+                )
+        except Exception as error:  # the user's code may raise any error
+            self._failed_calls = [make_failed_call_note(module, error)]
+            return parts.specs
         return [
             replace(spec, use=replace(spec.use, reads=numbers.get(spec.path.rpartition(".")[0])))
             if spec.use
@@ -176,6 +181,7 @@ class JaxSession:
             if isinstance(array, TracedArray) and (why := array.explain_why_initialized_unsharded())
         }
         unused = [_make_ignored_annotation_note(leaf) for leaf in parts.leaves if leaf.annotation]
+        unused += self._failed_calls
         if parts.layers is None and self._context.policy.activations is not None:
             unused.append(_make_unused_activation_rules_warning(unwrap_train_state(model)))
         assigned = self._context.assign_layouts(

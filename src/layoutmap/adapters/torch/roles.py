@@ -49,13 +49,15 @@ def find_axis_roles_and_head_size(
 def number_module_inputs(model: torch.nn.Module, inputs: Any, mode: FakeTensorMode) -> dict[int, int]:
     """Return a dict from the id of each called module to the number of the tensor that it reads in its last call.
 
-    The model runs on shapes, and its attributes stay the same. The dict is empty if that fails, as it does if the
-    model's code reads values.
+    The model runs on shapes, and its attributes stay the same. The dict is empty if layers have no weights yet.
 
     Args:
         model: The model.
         inputs: Its inputs: an object with shape and dtype, a sequence of these, or a mapping by name.
         mode: The mode of the model's deferred tensors.
+
+    Raises:
+        Exception: The call failed, as it does if the model's code reads values.
     """
     read: dict[int, torch.Tensor] = {}
 
@@ -84,8 +86,6 @@ def number_module_inputs(model: torch.nn.Module, inputs: Any, mode: FakeTensorMo
         with torch.compiler.set_stance("force_eager"), mode, torch.no_grad():
             fake = tree_map(make_fake_tensor, dict(inputs) if is_mapping(inputs) else inputs)
             call_model(model, (fake, None))
-    except Exception:  # the user's code may raise any error
-        return {}
     finally:
         for module, attributes in zip(modules, before, strict=True):
             vars(module).clear()

@@ -55,6 +55,7 @@ from layoutmap.core.checksums import compute_checksum
 from layoutmap.core.errors import ScopeError
 from layoutmap.core.initializers import Initializer
 from layoutmap.core.layout import Layout
+from layoutmap.core.unsupported import UnsupportedFeature, make_failed_call_note
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.engines import get_engine
 from layoutmap.engines.agreement import check_same_values
@@ -128,6 +129,7 @@ class TorchSession:
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._unbuilt: list[str] = []
         self._inputs: Mapping[int, int] = {}  # the numbers of the inputs of modules in a plan, by id
+        self._failed_calls: list[UnsupportedFeature] = []  # calls that did not show these numbers
         self.patches = FromPretrainedPatches()
         self.planned_tensors: Sequence[DescribedTensor] = ()  # set if the scope makes only a plan
 
@@ -242,7 +244,10 @@ class TorchSession:
             assignments = self.context.assign_layouts(
                 [e.spec for e in entries],
                 {key: recipe.why_global for key, recipe in recipes.items() if recipe.why_global},
-                find_unsupported_tensors([(e.source, e.spec.model) for e in entries]),
+                [
+                    *find_unsupported_tensors([(e.source, e.spec.model) for e in entries]),
+                    *self._failed_calls,
+                ],
                 not self._unbuilt,
                 layers,
             )
@@ -422,7 +427,10 @@ class TorchSession:
         """Record for a plan which inputs modules read. A torch model has its weights once it is built."""
         if self.context.plan_only and inputs is not None:
             with self.suspend_recording():
-                self._inputs = number_module_inputs(model, inputs, self._tape.fake_mode)
+                try:
+                    self._inputs = number_module_inputs(model, inputs, self._tape.fake_mode)
+                except Exception as error:  # the user's code may raise any error
+                    self._failed_calls.append(make_failed_call_note(model, error))
 
 
 class _TapeRecording(SelfClosingContext):

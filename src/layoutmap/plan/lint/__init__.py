@@ -62,6 +62,7 @@ class Findings:
         num_errors: The number of the plan's errors. Variables that do not fit their layouts are not checked.
         unchecked_paths: The paths of the sharded weights of unknown role or order, which most checks omit.
         needs_inputs: Whether inputs of the model would show the order of some of these.
+        call_error: The error of the model's call with inputs, which was to show the order; empty: there was none.
     """
 
     problems: tuple[Problem, ...]
@@ -70,6 +71,7 @@ class Findings:
     num_errors: int = 0
     unchecked_paths: tuple[str, ...] = ()
     needs_inputs: bool = False
+    call_error: str = ""
 
     @cached_property
     def _merged_problems(self) -> tuple[Problem, ...]:
@@ -107,7 +109,10 @@ class Findings:
                 f"; {format_count(len(self.unchecked_paths), 'sharded weight')} of unknown use not checked: "
             )
             found += join_names(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
-            found += "; pass inputs= (--inputs) to check them" * self.needs_inputs
+            found += "; pass inputs= (--inputs) to check them" * (self.needs_inputs and not self.call_error)
+        if self.call_error:
+            failure = escape_text(self.call_error)
+            found += f"; the order of calls is unknown, because the call with these inputs failed: {failure}"
         if self.batch_dim:
             how = "are sharded" if self.is_known else "are assumed to be sharded"
             return f"{found}; batches {how} over {escape_text(format_batch_dim(self.batch_dim))}"
@@ -131,7 +136,9 @@ def lint_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> Findings:
         found += load_cost_package().find_cost_problems(linted)
     unknown = tuple(a.variable.path for a in linted.unchecked_weights)
     needs_inputs = linted.has_unknown_order
-    return Findings(tuple(found), linted.batch_dim, is_known, len(plan.errors), unknown, needs_inputs)
+    return Findings(
+        tuple(found), linted.batch_dim, is_known, len(plan.errors), unknown, needs_inputs, linted.call_error
+    )
 
 
 def make_linted_plan(plan: PlanTable, batch_dim: BatchDim | None = None) -> tuple[LintedPlan, bool]:

@@ -14,7 +14,7 @@ from layoutmap.core.uneven import apply_uneven_policy, derive_layout_from_parent
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.changes import Finding
 from layoutmap.plan.lint.inferred_roles import HEAD
-from layoutmap.plan.lint.linted_plan import GUESSED_ORDER, LintedPlan
+from layoutmap.plan.lint.linted_plan import LintedPlan
 from layoutmap.plan.lint.repeated import find_less_sharded_blocks
 from layoutmap.plan.lint.suggest import LayoutSuggestions, make_bias_layout, make_sharded_layout
 from layoutmap.plan.lint.weights import Weight, format_rule_suffix
@@ -107,13 +107,13 @@ def _find_swapped_axes(linted: LintedPlan) -> Iterator[Finding]:
                 key = found.problem.subject, tuple((id(a), layout) for a, layout in found.changes)
                 if key not in seen:
                     is_guessed = (id(first), id(second)) in linted.guessed_pairs
-                    yield _add_guessed_order(finding, first, second) if is_guessed else finding
+                    yield _add_guessed_order(linted, finding, first, second) if is_guessed else finding
                 seen.add(key)
 
 
-def _add_guessed_order(finding: Finding, first: Weight, second: Weight) -> Finding:
+def _add_guessed_order(linted: LintedPlan, finding: Finding, first: Weight, second: Weight) -> Finding:
     """Return the finding with a fact about the guessed order of its two kernels. Its fix depends on the order."""
-    order = ("order", f"{first.name} before {second.name}, {GUESSED_ORDER}")
+    order = ("order", f"{first.name} before {second.name}, {linted.guessed_order_reason}")
     problem = finding.problem
     fix = f"{problem.fix}, if {first.name} is called first"
     return replace(finding, problem=replace(problem, facts=(*problem.facts, order), fix=fix))

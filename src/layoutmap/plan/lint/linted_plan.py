@@ -11,6 +11,7 @@ from functools import cached_property
 
 from layoutmap.core.paths import split_path_at_numbers
 from layoutmap.core.specs import BatchDim, list_batch_dims
+from layoutmap.core.unsupported import UNKNOWN_ORDER_KIND
 from layoutmap.core.variables import Assignment, Kind
 from layoutmap.plan.lint.experts import ExpertWeightIds, find_expert_weights
 from layoutmap.plan.lint.inferred_roles import (
@@ -28,15 +29,6 @@ from layoutmap.plan.lint.kernel_pairs import (
 )
 from layoutmap.plan.lint.weights import Weight, is_attention_output_name, make_sibling_key
 from layoutmap.plan.table import PlanTable
-
-GUESSED_ORDER = (
-    "by the order in which the layers were made; names such as up and down show the order of calls, "
-    "and so does inputs="
-)
-"""Explanation of the order of `LintedPlan.guessed_pairs`."""
-
-UNKNOWN_ORDER = "the order of calls is unknown: inputs= (--inputs) shows it"
-"""Explanation of the layouts of `LintedPlan.unordered_kernels`."""
 
 
 class LintedPlan:
@@ -60,6 +52,30 @@ class LintedPlan:
             for key, (use, layer) in uses.items()
             if key in by_key
         ]
+
+    @property
+    def call_error(self) -> str:
+        """The error of the call that was to record the order of calls, or "" if there was none."""
+        return next((p.why for p in self.plan.problems if p.kind == UNKNOWN_ORDER_KIND), "")
+
+    @property
+    def guessed_order_reason(self) -> str:
+        """Explanation of the order of `guessed_pairs`."""
+        known = (
+            "by the order in which the layers were made; names such as up and down show the order of calls, "
+        )
+        how = (
+            f"but the call with inputs= failed: {self.call_error}"
+            if self.call_error
+            else "and so does inputs="
+        )
+        return known + how
+
+    @property
+    def unknown_order_reason(self) -> str:
+        """Explanation of the layouts of `unordered_kernels`."""
+        how = f"the call failed: {self.call_error}" if self.call_error else "inputs= (--inputs) shows it"
+        return f"the order of calls is unknown: {how}"
 
     @property
     def are_batch_outputs_free(self) -> bool:
