@@ -571,7 +571,7 @@ def gates(draw):
     """A plan that was drawn, complete or not, with or without a cost, and what it is asked on the command line."""
     plan = draw(strategies.plans(layers=True))[2]
     if draw(st.integers(0, 3)) == 0:
-        plan = costs.plan(peak_bytes=draw(st.integers(1, 2**40)))
+        plan = costs.plan(peak_bytes=draw(st.integers(1, 2**38)))
     if draw(st.integers(0, 3)) == 0:
         plan = plan.add_problem(make_unbuilt_layers_problem("Net", ["up", "down"], called=False))
     options = draw(st.lists(st.sampled_from(["--strict", "--partial"]), unique=True))
