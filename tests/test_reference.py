@@ -9,6 +9,7 @@ import frameworks
 import pytest
 
 import layoutmap as lm
+from layoutmap.core.unsupported import UNKNOWN_ORDER_KIND, UnsupportedFeature
 
 PAGES = sorted((frameworks.ROOT / "docs" / "reference").glob("*.md"))
 SHOWN = [
@@ -91,7 +92,11 @@ def test_every_error_and_every_kind_of_problem_has_its_cause_and_fix():
 
 
 def _kinds():
-    """The kinds of all problems: the first argument of `Problem`, and of functions that pass theirs on to it."""
+    """The kinds of all problems: the first argument of `Problem`, and of functions that pass theirs on to it.
+
+    `UnsupportedFeature` has a kind of its own, `part.kind`, which is "unsupported" unless a note of `core.unsupported`
+    says otherwise.
+    """
     calls = [
         call
         for path in frameworks.PACKAGE.rglob("*.py")
@@ -109,5 +114,8 @@ def _kinds():
             [call.args[0].body, call.args[0].orelse] if isinstance(call.args[0], ast.IfExp) else call.args[:1]
         )
     ]
-    assert {"kind"} == {ast.unparse(kind) for kind in kinds if not isinstance(kind, ast.Constant)}
-    return {kind.value for kind in kinds if isinstance(kind, ast.Constant)}
+    assert {"kind", "part.kind"} == {
+        ast.unparse(kind) for kind in kinds if not isinstance(kind, ast.Constant)
+    }
+    of_parts = {UnsupportedFeature("", "", "", "").kind, UNKNOWN_ORDER_KIND}
+    return {kind.value for kind in kinds if isinstance(kind, ast.Constant)} | of_parts
