@@ -153,6 +153,7 @@ per device: weights 2.3 KiB, gradients 2.3 KiB, slots 560 B, state 76 B; 5.3 KiB
 replicated                saves  if sharded
 ------------------------  -----  -----------------
 blocks.{0..1}.key.kernel  576 B  axis 0 over model
+packed.kernel              12 B  axis 0 over model
 """.strip()
 
 # What is replicated without a rule is one problem in a plan, and each by itself in an error.
@@ -370,7 +371,7 @@ def test_the_memory_of_a_plan():
 
 def test_the_memory_of_a_large_plan():
     """The ten that would save most are shown, and the rest counted; of nothing there is nothing."""
-    variables = [VariableSpec(f"d{chr(97 + n)}", (8 * (n + 1), 600), "float32") for n in range(12)]
+    variables = [VariableSpec(f"d{chr(97 + n)}", (8 * (n + 1), 1), "float32") for n in range(12)]
     said = str(make_plan(variables, lm.LayoutMap(MESH)).memory).splitlines()
 
     assert ["dl", "and"] == [line.split()[0] for line in (said[4], said[-1].removeprefix("... "))]

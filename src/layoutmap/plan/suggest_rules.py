@@ -173,9 +173,7 @@ def _make_rules_with_reasons(plan: PlanTable, dim: str, batch_dims: tuple[str, .
         for layout in counts:
             members = [a for a in group if a.layout == layout]
             is_small = layout.is_fully_replicated() and (
-                _is_bias(members[0], reasons.linted)
-                or _is_small_group(members, reasons.linted)
-                or reasons.suggestions.is_small(members[0])
+                _is_bias(members[0], reasons.linted) or _is_small_group(members, reasons.linted)
             )
             if is_small and usual in (None, layout):
                 continue
@@ -222,8 +220,7 @@ class _ReasonMaker:
         self._parts = {
             id(w) for block in self.linted.blocks for w in self.linted.find_attention_kernels(block).values()
         }
-        self.suggestions = LayoutSuggestions(self.linted)
-        self._previous_kernels = self.suggestions.previous_kernels
+        self._previous_kernels = LayoutSuggestions(self.linted).previous_kernels
         self._kernels_before_row_kernels = {
             id(before)
             for w in self.linted.kernels
@@ -264,8 +261,6 @@ class _ReasonMaker:
         if axis is None:
             if id(a) in self.linted.experts.routers:
                 return "router: replicated, because each device scores all experts"
-            if self.suggestions.is_small(a):
-                return "replicated: small"
             return self._explain_why_replicated(w, shape)
         dims = a.layout.list_mesh_dims(axis)
         over = " and ".join(dims)
