@@ -13,8 +13,6 @@ of the outputs of all collectives on one device, and the last line the median an
 from __future__ import annotations
 
 import os
-import random
-import statistics
 import time
 from typing import Any
 
@@ -25,27 +23,24 @@ import jax
 import numpy as np
 from activations import count_collectives_in_program
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from measure import make_parser
+from measure import describe_ratios, draw_sizes, make_parser
 
 import layoutmap as lm
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
-KINDS = ("plain", "depthwise", "residual", "strided shortcut")
 
 
-def draw_net(rng: random.Random) -> dict[str, Any]:
-    """Return the sizes, mesh, and layouts of a random net."""
-    return {
-        "kind": rng.choice(KINDS),
-        "blocks": rng.choice([1, 2, 3]),
-        "rows": rng.choice([8, 16]),
-        "size": rng.choice([8, 16, 32]),
-        "features": rng.choice([16, 32, 64]),
-        "window": rng.choice([1, 3, 5]),
-        "dims": rng.choice([(1, 8), (2, 4), (4, 2)]),
-        # the axis of each block's two kernels that `model` shards: the features of the input, of the output, or none
-        "axes": rng.choice([(3, 2), (3, 3), (2, 3), (3, None), (None, 3)]),
-    }
+CHOICES: dict[str, list[Any]] = {
+    "kind": ["plain", "depthwise", "residual", "strided shortcut"],
+    "blocks": [1, 2, 3],
+    "rows": [8, 16],
+    "size": [8, 16, 32],
+    "features": [16, 32, 64],
+    "window": [1, 3, 5],
+    "dims": [(1, 8), (2, 4), (4, 2)],
+    # the axis of each block's two kernels that `model` shards: the features of the input, of the output, or none
+    "axes": [(3, 2), (3, 3), (2, 3), (3, None), (None, 3)],
+}
 
 
 def make_step(net: dict[str, Any]) -> Any:
@@ -110,23 +105,22 @@ def main() -> None:
     )
     parser.add_argument("--count", type=int, default=20)
     options = parser.parse_args()
-    rng = random.Random(options.seed)
-    nets = [draw_net(rng) for _ in range(options.count)]
+    nets = list(draw_sizes(options.count, options.seed, CHOICES))
     by_hand = [count_bytes(net) for net in nets]  # before this library replaces the lowering
     mesh = lm.create_mesh("batch=2,model=4", device_type="cpu")
     lm.dtensor.relayout(np.zeros(()), lm.Layout.replicated(mesh, 0))
     ratios: dict[str, list[float]] = {}
     for net, xla_bytes in zip(nets, by_hand, strict=True):
         own_bytes = count_bytes(net)
-        ratio = own_bytes / xla_bytes if xla_bytes else float(own_bytes > 0) + 1.0
-        ratios.setdefault(net["kind"], []).append(ratio)
-        print(f"{own_bytes / 1e6:8.2f} / {xla_bytes / 1e6:8.2f} MB = {ratio:5.2f}   {net}", flush=True)
-    found = [each for several in ratios.values() for each in several]
-    for name, several in (*sorted(ratios.items()), ("all", found)):
-        print(
-            f"{name:<17} {len(several):>3} drawn: median {statistics.median(several):.2f}, worst {max(several):.2f}"
+        print(f"{own_bytes / 1e6:8.2f} / {xla_bytes / 1e6:8.2f} MB   {net}", flush=True)
+        ratios.setdefault(net["kind"], []).append(own_bytes / xla_bytes)  # gradients always need collectives
+    for kind, several in sorted(ratios.items()):
+        print(describe_ratios(kind, several))
+    print(
+        describe_ratios(
+            f"all, seed {options.seed}", [each for several in ratios.values() for each in several]
         )
-    print(f"seed {options.seed}")
+    )
 
 
 if __name__ == "__main__":

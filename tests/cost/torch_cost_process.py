@@ -164,10 +164,13 @@ def list_warnings_of_a_plan():
 
 def count_products():
     """Floating-point operations of a step with two column kernels, between which DTensor must gather."""
-    linear = torch.nn.Linear
+
+    def make():
+        layers = torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 64)
+        return torch.nn.Sequential(*layers)
+
     layout_map = lm.LayoutMap(MESH, {r"[02]\.weight": ("model", None)}, rest="replicated")
     options = {"inputs": Shape(), "on": "h100", "optimizer": "adamw", "loss": loss_of, "batch_dim": "data"}
-    make = lambda: torch.nn.Sequential(linear(64, 128), torch.nn.LayerNorm(128), linear(128, 64))  # noqa: E731
     return lm.plan(make, layout_map, library="torch", **options).cost.step.flops
 
 
@@ -201,6 +204,8 @@ def main(names):
     more["sums"] = count_model_sums()
     more["warnings"] = list_warnings_of_a_plan()
     left = dist.is_initialized()
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    more["patched"] = [name for name in vars(propagator) if callable(getattr(type(propagator), name, None))]
     print(
         json.dumps({"counted": counts, "taken": {name: taken(name) for name in names}, "left": left} | more)
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.patches import set_attribute_temporarily, wrap_method_in_context
+from layoutmap.engines.patches import AttributePatch, wrap_method_in_context
 from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch.operators import (
     COLLECTIVES,
@@ -165,10 +165,16 @@ class OperatorDispatchPatch:
 @contextmanager
 def compute_global_shapes_in(make_context: Callable[[], AbstractContextManager[object]]) -> Generator[None]:
     """Until the block ends, DTensor computes the global shapes of results in a context of this kind."""
-    propagator = _DISPATCHER.sharding_propagator
-    wrapped = wrap_method_in_context(getattr(propagator, _COMPUTE_SHAPES), make_context)
-    with set_attribute_temporarily(propagator, _COMPUTE_SHAPES, wrapped):
+    patch = AttributePatch(
+        _DISPATCHER.sharding_propagator,
+        _COMPUTE_SHAPES,
+        lambda compute: wrap_method_in_context(compute, make_context),
+    )
+    try:
+        patch.install()
         yield
+    finally:
+        patch.remove()
 
 
 def _clear_operator_caches() -> None:
