@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import hub_models
 import keras
@@ -10,6 +11,7 @@ import pytest
 from cases import few
 
 import layoutmap as lm
+from layoutmap.core.variables import Kind
 
 PROCESSES = ("jax",)
 # keras-hub 0.32 has T5 pass masks to its attention, which takes none.
@@ -159,3 +161,29 @@ def test_calls_show_which_of_two_kernels_is_the_first():
         plan[f"reversed.{name}.kernel"].layout.sharding_specs for name in ("first", "later")
     ]
     assert [] == [*plan.lint(), *(rule for rule in rules.rules if "order" in rule.reason)]
+
+
+def make_frozen_model(is_frozen: bool):
+    inputs = keras.Input((64,))
+    up, down = keras.layers.Dense(256, name="up"), keras.layers.Dense(64, name="down")
+    outputs = keras.layers.BatchNormalization(name="norm")(down(up(inputs)))
+    inner = keras.Model(inputs, outputs, name="inner")
+    if is_frozen:
+        up.enable_lora(4)
+        inner.trainable = False
+    return keras.Sequential([keras.Input((64,)), inner, keras.layers.Dense(8, name="head")])
+
+
+def test_frozen_weights_have_the_roles_of_trained_ones():
+    """They are weights without gradients, and no moving statistics. LoRA freezes a kernel, too."""
+    suggested = [lm.suggest(partial(make_frozen_model, is_frozen), MESH) for is_frozen in (False, True)]
+    rules = [{rule.pattern: (rule.layout, rule.reason) for rule in each.rules} for each in suggested]
+    plan = lm.plan(lambda: make_frozen_model(True), suggested[1])
+
+    assert rules[0] == rules[1]
+    assert [True, False] == [
+        plan[f"inner.{name}"].variable.kind is Kind.WEIGHT for name in ("norm.gamma", "norm.moving_mean")
+    ]
+    assert {"head.kernel", "head.bias"} == {
+        a.variable.path for a in plan.assignments if a.variable.is_trained
+    }

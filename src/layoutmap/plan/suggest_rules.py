@@ -173,7 +173,9 @@ def _make_rules_with_reasons(plan: PlanTable, dim: str, batch_dims: tuple[str, .
         for layout in counts:
             members = [a for a in group if a.layout == layout]
             is_small = layout.is_fully_replicated() and (
-                _is_bias(members[0], reasons.linted) or _is_small_group(members, reasons.linted)
+                _is_bias(members[0], reasons.linted)
+                or _is_small_group(members, reasons.linted)
+                or reasons.suggestions.is_small(members[0])
             )
             if is_small and usual in (None, layout):
                 continue
@@ -220,7 +222,8 @@ class _ReasonMaker:
         self._parts = {
             id(w) for block in self.linted.blocks for w in self.linted.find_attention_kernels(block).values()
         }
-        self._previous_kernels = LayoutSuggestions(self.linted).previous_kernels
+        self.suggestions = LayoutSuggestions(self.linted)
+        self._previous_kernels = self.suggestions.previous_kernels
         self._kernels_before_row_kernels = {
             id(before)
             for w in self.linted.kernels
@@ -261,6 +264,8 @@ class _ReasonMaker:
         if axis is None:
             if id(a) in self.linted.experts.routers:
                 return "router: replicated, because each device scores all experts"
+            if self.suggestions.is_small(a):
+                return "replicated: small"
             return self._explain_why_replicated(w, shape)
         dims = a.layout.list_mesh_dims(axis)
         over = " and ".join(dims)
@@ -269,6 +274,8 @@ class _ReasonMaker:
         if w is None or not w.use.roles[axis]:
             return self._explain_sharding_without_role(a, axis)
         role = w.use.roles[axis].partition(".")[0]
+        if factor := self.linted.low_rank_factors.get(id(a)):
+            return f"low-rank factor: sharded as the {factor.role}puts of its base kernel are"
         if role == "rows":
             return f"table: each device along {over} has some of the {shape[axis]} rows"
         if w.list_axes("rows"):

@@ -187,17 +187,21 @@ def _describe_variables_in_layers(
 
 
 def _describe_variables_in_layer(
-    layer: object,
+    layer: Any,
     model: str,
     prefix: str,
     derivations: Mapping[int, WeightDerivation],
     uses: Mapping[int, AxisRoles],
 ) -> Iterator[DescribedVariable]:
     """Yield the variables in and below a layer. `derivations` and `uses` have ids of variables as keys."""
+    # A layer stores its frozen weights with the trained ones, and moving statistics in another list.
+    weight_ids = {id(v) for each in layer._flatten_layers() for v in each._trainable_variables}
     for found in find_variables(layer):
-        path = prefix + found.path
-        kind = Kind.WEIGHT if found.variable.trainable else Kind.STATE
+        path, trainable = prefix + found.path, bool(found.variable.trainable)
+        kind = Kind.WEIGHT if trainable or id(found.variable) in weight_ids else Kind.STATE
         rest: dict[str, Any] = {"aliases": tuple(prefix + alias for alias in found.aliases)}
+        if kind is Kind.WEIGHT:
+            rest["trainable"] = trainable
         of = derivations.get(id(found.variable))
         if of is not None:
             parent = path[: path.rfind(".") + 1] + of.parent

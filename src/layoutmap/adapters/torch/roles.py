@@ -25,12 +25,17 @@ _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 
 
 def find_head_sizes_by_module_id(root: torch.nn.Module) -> dict[int, int]:
-    """Return a dict from the id of each direct child of an attention module to the head size of this module."""
+    """Return a dict from the id of each direct child of an attention module to the head size of this module.
+
+    PEFT replaces the child, and stores it as `base_layer`.
+    """
     sizes_by_module_id: dict[int, int] = {}
     for module in root.modules():
         size = next((n for name in _HEAD_SIZES if isinstance(n := getattr(module, name, None), int)), None)
         if size is not None:
-            sizes_by_module_id.update((id(child), size) for child in module.children())
+            sizes_by_module_id.update(
+                (id(getattr(child, "base_layer", child)), size) for child in module.children()
+            )
     return sizes_by_module_id
 
 

@@ -452,9 +452,10 @@ def _find_replicated_tables(linted: LintedPlan) -> Iterator[Finding]:
 def _find_sums_of_logits(linted: LintedPlan) -> Iterator[Finding]:
     """Yield a finding for each output layer that sums over a sharded axis, and shards no outputs.
 
-    An output layer is a kernel with as many outputs as a table has rows, which no other kernel takes, or a table with
-    the path of an output layer as an alias. Another table sharded by features is no mistake: its outputs are gathered,
-    which takes no more bytes than the sum of those of a table sharded by rows.
+    An output layer is a kernel that no other kernel takes, with as many outputs as a table has rows, or with the name
+    of an output layer and more outputs than inputs, or a table with the path of an output layer as an alias. Another
+    table sharded by features is no mistake: its outputs are gathered, which takes no more bytes than the sum of those
+    of a table sharded by rows.
     """
     rows = {w.list_axis_sizes("rows") for w in linted.weights}
     taken = {w.list_axis_sizes("in") for w in linted.kernels}
@@ -462,7 +463,9 @@ def _find_sums_of_logits(linted: LintedPlan) -> Iterator[Finding]:
     outputs = [
         (w, "in", "out")
         for w in linted.kernels
-        if w.list_axis_sizes("out") in rows - taken and id(w) not in has_maker
+        if w.list_axis_sizes("out") not in taken
+        and id(w) not in has_maker
+        and (w.list_axis_sizes("out") in rows or (HEAD.fullmatch(w.layer_name) and _has_more_outputs(w)))
     ]
     outputs += [
         (w, "out", "rows")
@@ -484,6 +487,10 @@ def _find_sums_of_logits(linted: LintedPlan) -> Iterator[Finding]:
                 "shard the outputs; its axes seem to be swapped",
                 moved,
             )
+
+
+def _has_more_outputs(w: Weight) -> bool:
+    return math.prod(w.list_axis_sizes("out")) > math.prod(w.list_axis_sizes("in"))
 
 
 def _find_layout_contradictions(linted: LintedPlan, changed: Mapping[int, Layout]) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cached_property
 
 from layoutmap.core.paths import split_path_at_numbers
@@ -27,6 +28,7 @@ from layoutmap.plan.lint.kernel_pairs import (
     iterate_list_pairs,
     iterate_wide_pairs,
 )
+from layoutmap.plan.lint.low_rank import find_low_rank_factors
 from layoutmap.plan.lint.weights import Weight, is_attention_output_name, make_sibling_key
 from layoutmap.plan.table import PlanTable
 
@@ -52,6 +54,14 @@ class LintedPlan:
             for key, (use, layer) in uses.items()
             if key in by_key
         ]
+        self.low_rank_factors = find_low_rank_factors(self.weights)
+        """The low-rank factors by the ids of their assignments."""
+        # The module of a base kernel and its factors has the place of one layer in its block. PEFT makes such modules.
+        bases = {factor.base.layer for factor in self.low_rank_factors.values()}
+        self.weights = [
+            replace(w, layer=w.block) if w.layer in bases or w.layer_name == "base_layer" else w
+            for w in self.weights
+        ]
 
     @property
     def call_error(self) -> str:
@@ -62,7 +72,8 @@ class LintedPlan:
     def guessed_order_reason(self) -> str:
         """Explanation of the order of `guessed_pairs`."""
         known = (
-            "by the order in which the layers were made; names such as up and down show the order of calls, "
+            "by sizes and the order in which the layers were made; "
+            "names such as up and down show the order of calls, "
         )
         how = (
             f"but the call with inputs= failed: {self.call_error}"
@@ -89,8 +100,12 @@ class LintedPlan:
 
     @cached_property
     def kernels(self) -> list[Weight]:
-        """The weights of matrix products: those with summed axes and output axes."""
-        return [w for w in self.weights if w.list_axes("in") and w.list_axes("out")]
+        """The weights of matrix products: those with summed axes and output axes, except low-rank factors."""
+        return [
+            w
+            for w in self.weights
+            if w.list_axes("in") and w.list_axes("out") and id(w.assignment) not in self.low_rank_factors
+        ]
 
     @cached_property
     def blocks(self) -> list[list[Weight]]:
@@ -163,18 +178,28 @@ class LintedPlan:
 
     @cached_property
     def guessed_pairs(self) -> Set[tuple[int, int]]:
-        """The ids of two kernels of `kernel_pairs` that fit in both orders, ordered only by when they were made."""
+        """The ids of two kernels of `kernel_pairs` that only the order in which they were made, or sizes, pair.
+
+        They fit in both orders, or the second fits several kernels of equal shapes, of which some may be fused keys and
+        values.
+        """
         found = set[tuple[int, int]]()
+        attention = {id(w) for block in self.blocks for w in self.find_attention_kernels(block).values()}
         for first, second in self.kernel_pairs:
-            fits = first.list_axis_sizes("in") == second.list_axis_sizes("out")
-            is_only = fits and len(self.kernels_before[id(second)]) == len(self.kernels_after[id(first)]) == 1
             is_known = (
                 None not in (first.use.reads, second.use.reads)
                 or first.assignment.variable.use is None
-                or split_path_at_numbers(first.layer) == split_path_at_numbers(second.layer)
+                or id(first) in attention
                 or ATTENTION_PARTS["query"].fullmatch(first.layer_name)
+                or _has_names_of_pair(first, second)
             )
-            if is_only and not is_known and _is_first_of_two(self, first, second) is None:
+            fits = first.list_axis_sizes("in") == second.list_axis_sizes("out")
+            if is_known or not fits or len(self.kernels_after[id(first)]) > 1:
+                continue
+            are_numbered = split_path_at_numbers(first.layer) == split_path_at_numbers(second.layer)
+            if len(self.kernels_before[id(second)]) > 1 or not (
+                are_numbered or _is_first_of_two(self, first, second) is not None
+            ):
                 found.add((id(first), id(second)))
         return found
 
@@ -461,7 +486,13 @@ def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight) -> bool | Non
     neither decides.
     """
     for first, second in ((w, other), (other, w)):
-        if FIRST_KERNEL.fullmatch(first.layer_name) and SECOND_KERNEL.fullmatch(second.layer_name):
+        if _has_names_of_pair(first, second):
             return first is w
     inner, outer = (linted.count_sizes(w.list_axis_sizes(role)) for role in ("out", "in"))
     return None if inner == outer else inner < outer
+
+
+def _has_names_of_pair(first: Weight, second: Weight) -> bool:
+    """Return whether two kernels have names such as up and down."""
+    is_first = FIRST_KERNEL.fullmatch(first.layer_name) is not None
+    return is_first and SECOND_KERNEL.fullmatch(second.layer_name) is not None

@@ -20,6 +20,9 @@ from layoutmap.plan.lint.weights import Weight, make_sibling_key
 NAMES_OF_EXPERTS = ("expert", "experts")
 """Usual names of a mesh dim over which experts are sharded."""
 
+_LEAST_BYTES, _LEAST_SHARE = 16 * 1024, 0.05
+"""A table with fewer bytes and a smaller share of the weights stays replicated."""
+
 
 class LayoutSuggestions:
     """Suggested layouts for the replicated variables of a plan.
@@ -54,8 +57,12 @@ class LayoutSuggestions:
         w = self.linted.weights_by_id.get(id(a))
         # A vector of unknown role is small, and each device needs whole routers and indices, so suggest no layout.
         is_kept = len(a.variable.shape) == 1 or is_index_or_mask(a.variable)
-        if (w is None and is_kept) or id(a) in self.linted.experts.routers:
+        if (w is None and is_kept) or id(a) in self.linted.experts.routers or self.is_small(a):
             return None
+        if w is not None and (factor := self.linted.low_rank_factors.get(id(a))):
+            advised = self.advise_layout(factor.base.assignment)
+            dims = advised.list_mesh_dims(factor.base.list_axes(factor.role)[0]) if advised else ()
+            return self._make_even_layout(w, w.list_axes(factor.role)[0], dims) if dims else None
         if w is None or w.list_axes("rows"):
             sibling = self._find_sibling_layout(a)
             if sibling and w and self.linted.are_batch_outputs_free and not self._has_other_dim(sibling):
@@ -63,6 +70,15 @@ class LayoutSuggestions:
             return sibling or self._suggest_first_even_axis_layout(a, w)
         is_kernel = w.list_axes("in") and w.list_axes("out")
         return self._suggest_kernel_layout(w) if is_kernel else self._suggest_bias_layout(w)
+
+    def is_small(self, a: Assignment) -> bool:
+        """Return whether a variable is a table, or is added to each row of a batch, and too small to be sharded.
+
+        An array of unknown role is added to each row if its first axis has size 1, like a table of positions.
+        """
+        w, size = self.linted.weights_by_id.get(id(a)), a.variable.global_bytes
+        is_table = a.variable.shape[:1] == (1,) if w is None else bool(w.list_axes("rows"))
+        return is_table and size < _LEAST_BYTES and size < _LEAST_SHARE * self._weight_bytes
 
     def _suggest_kernel_layout(self, w: Weight) -> Layout | None:
         """Return a layout for a kernel that fits the kernels before and after it, or None if no axis splits evenly."""
@@ -209,6 +225,11 @@ class LayoutSuggestions:
     @cached_property
     def _changed_layouts_by_id(self) -> Mapping[int, Layout]:
         return self._find_changes()
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        variables = [a.variable for a in self.linted.plan.assignments]
+        return sum(v.global_bytes for v in variables if v.kind is Kind.WEIGHT)
 
     @cached_property
     def _sibling_layouts(self) -> Mapping[object, Layout]:
