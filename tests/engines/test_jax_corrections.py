@@ -242,7 +242,8 @@ import layoutmap as lm
 def rules():
     tables = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
     kinds = lax.conv_general_dilated_p, lax.select_and_scatter_p, lax.select_and_gather_add_p
-    return [table.get(kind) for table in tables for kind in kinds]
+    is_cached = kinds[0] not in jax._src.interpreters.mlir._uncacheable_primitives
+    return [is_cached, *(table.get(kind) for table in tables for kind in kinds)]
 
 def forward(params, x):
     y = lax.conv_general_dilated(
@@ -297,6 +298,29 @@ def test_what_is_not_sharded_is_not_gathered():
     assert {"all-gather": 0, "all-reduce": 1, "all-to-all": 0, "collective-permute": 0} == collectives(
         compiled.as_text()
     )
+
+
+def test_the_input_of_a_convolution_is_gathered_once_for_it_and_for_its_gradient():
+    """Without corrections, XLA sends it once, too. A convolution with other windows reads the input, too."""
+    mesh = lm.create_mesh("model=8")
+    sharding = make_named_sharding(lm.Layout([None, None, None, "model"], mesh))
+    kernels = [np.ones((size, size, 16, 16), np.float32) for size in (3, 3, 1)]
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def step(kernels, x):
+        first, second, other = kernels
+        y = jnp.tanh(convolve(x, first))
+        return (jnp.tanh(convolve(y, second)) + y * convolve(x, other)).sum()
+
+    compiled = (
+        jax.jit(jax.grad(step), in_shardings=([sharding] * 3, None), out_shardings=[sharding] * 3)
+        .lower(kernels, np.ones((8, 8, 8, 16), np.float32))
+        .compile()
+    )
+
+    assert 1 == collectives(compiled.as_text())["all-gather"]
 
 
 @pytest.mark.parametrize("target", ["cpu", "h100"])

@@ -21,6 +21,9 @@ every layout. docs/xla-faults.md has the faults, each as a program of its own:
 Private names of JAX, tested on 0.9.2 and 0.10.2:
 
     jax.interpreters.mlir._lowerings, _platform_specific_lowerings    the rules, by primitive: dataclasses with a `rule`
+    jax._src.interpreters.mlir._uncacheable_primitives                the rules of others are lowered once, without
+                                                                      their operands, and then copied
+    ModuleContext.cached_primitive_lowerings                          a dict for each program that is lowered
     jax._src.interpreters.mlir.lower_with_sharding_in_types           holds a result in the sharding of its type
     jaxlib.mlir.dialects.sdy                                          Shardy's constraints
 """
@@ -33,7 +36,7 @@ import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +54,10 @@ from layoutmap.engines.patches import PatchGroup, SelfClosingContext
 from layoutmap.engines.tested import ImportErrorConverter
 
 with ImportErrorConverter("jax"):
+    from jax._src.interpreters.mlir import _uncacheable_primitives
     from jax._src.interpreters.mlir import lower_with_sharding_in_types as _lower_with_sharding
     from jax.interpreters.mlir import _lowerings, _platform_specific_lowerings
+    from jaxlib.mlir import ir as _ir
     from jaxlib.mlir.dialects import sdy as _sdy
 
 _MAX_PRODUCTS = 256
@@ -98,10 +103,19 @@ class _LoweringPatch:
         primitive: The primitive.
         replacement: Computes the same result with JAX operators. Inside it, JAX's own rule lowers the primitive.
         is_wrong: Returns whether XLA may compute the primitive wrongly for these parameters.
+        shares_operands: Whether the replacement gathers an operand once for several uses of the primitive.
     """
 
-    def __init__(self, primitive: Primitive, replacement: Computation, is_wrong: IsWrong = lambda _: True):
+    def __init__(
+        self,
+        primitive: Primitive,
+        replacement: Computation,
+        is_wrong: IsWrong = lambda _: True,
+        *,
+        shares_operands: bool = False,
+    ):
         self._primitive, self._replacement, self._is_wrong = primitive, replacement, is_wrong
+        self._uncacheable: set[Primitive] = _uncacheable_primitives if shares_operands else set()
         # Tuples of a table of rules, JAX's entry in it, and the replacement. A tuple is added before its table changes,
         # so that an interrupt loses no entry.
         self._replaced: list[tuple[dict[Primitive, Any], object, object]] = []
@@ -117,9 +131,11 @@ class _LoweringPatch:
                 ours = dataclasses.replace(entry, rule=rule)
                 self._replaced.append((table, entry, ours))
                 table[self._primitive] = ours
+        self._uncacheable.add(self._primitive)
 
     def remove(self) -> None:
         """Restore JAX's rules in each table that still contains our replacement."""
+        self._uncacheable.discard(self._primitive)
         for found in [each for each in self._replaced if each[0].get(self._primitive) is each[2]]:
             found[0][self._primitive] = found[1]
             self._replaced.remove(found)
@@ -200,16 +216,47 @@ def _is_divisible_by_devices(size: int, power: int = 1) -> bool:
 # -- gathering
 
 
+class _SharedUse(NamedTuple):
+    """The use of a gathered value in a convolution, or in the gradient of its kernel.
+
+    Args:
+        sizes: The sizes of the other operand and of the result. The gradient has those of the kernel.
+        axes: The axes of the batch and of the features. In the gradient, these are exchanged.
+    """
+
+    sizes: frozenset[tuple[int, ...]]
+    axes: tuple[int, ...]
+
+
 _gather_axes_p = Primitive("layoutmap_gathered")
-_gather_axes_p.def_abstract_eval(lambda value, axes: value)
+_gather_axes_p.def_abstract_eval(lambda value, axes, use: value)
 
 
-def _gather_axes(value: jax.Array, axes: Collection[int]) -> jax.Array:
-    """Gather a value along these axes. Other axes keep their sharding."""
-    return _gather_axes_p.bind(value, axes=frozenset(axes)) if axes else value
+def _gather_axes(value: jax.Array, axes: Collection[int], use: _SharedUse | None = None) -> jax.Array:
+    """Gather a value along these axes. Other axes keep their sharding.
+
+    Each gathered copy of a value can get other shards, and XLA then sends the value for each copy. So two operations
+    with opposite uses share one copy. `None`: the copy has one use.
+    """
+    return _gather_axes_p.bind(value, axes=frozenset(axes), use=use) if axes else value
 
 
-def _lower_gather_axes(context: Any, value: Any, *, axes: Collection[int]) -> Sequence[Any]:
+def _lower_gather_axes(
+    context: Any, value: Any, *, axes: Collection[int], use: _SharedUse | None
+) -> Sequence[Any]:
+    if use is None:
+        return _lower_gathered_copy(context, value, axes)
+    # A copy in another block, such as the body of a loop, may not be visible in this one.
+    key = _gather_axes_p, _ir.InsertionPoint.current.block, value, axes, use.sizes
+    copies = context.module_context.cached_primitive_lowerings.setdefault(key, [])
+    # Backward passes run in the reverse order, so the last copy is that of the same operation.
+    if copies and copies[-1][0] == use.axes[::-1]:
+        return copies.pop()[1]
+    copies.append((use.axes, _lower_gathered_copy(context, value, axes)))
+    return copies[-1][1]
+
+
+def _lower_gathered_copy(context: Any, value: Any, axes: Collection[int]) -> Sequence[Any]:
     (aval,) = context.avals_in
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         specs = [None if axis in axes else PartitionSpec.UNCONSTRAINED for axis in range(aval.ndim)]
@@ -222,7 +269,7 @@ def _lower_gather_axes(context: Any, value: Any, *, axes: Collection[int]) -> Se
     return [_sdy.ShardingConstraintOp(value, _sdy.TensorShardingAttr.get(_sdy.MeshAttr.get([]), dims)).result]
 
 
-mlir.register_lowering(_gather_axes_p, _lower_gather_axes)
+mlir.register_lowering(_gather_axes_p, _lower_gather_axes, cacheable=False)
 
 
 # -- pooling
@@ -446,7 +493,8 @@ def _compute_convolution(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.A
     # If one of several mesh dims shards a spatial axis, XLA computes a multiple of the result, so gather the spatial
     # axes. Gather them on a mesh with one dim, too, because Shardy may split that dim into several. Axes on which the
     # window has one element need it, too: without it, XLA computed some of 150 drawn convolutions wrongly.
-    lhs, rhs = _gather_axes(lhs, lhs_spec[2:]), _gather_axes(rhs, rhs_spec[2:])
+    use = _SharedUse(frozenset(tuple(sorted(each)) for each in (rhs.shape, shape)), tuple(lhs_spec[:2]))
+    lhs, rhs = _gather_axes(lhs, lhs_spec[2:], use), _gather_axes(rhs, rhs_spec[2:])
     if by_batch and math.prod(result_sizes):
         return _convolve_batch_groups(result_sizes, lhs, rhs, **params)
     lhs, rhs = (
@@ -581,7 +629,7 @@ def _restore_axis_order(result: jax.Array, dimension_numbers: lax.ConvDimensionN
 _PATCHES = PatchGroup(
     [
         _LoweringPatch(lax.dot_general_p, _multiply_with_merged_axes),
-        _LoweringPatch(lax.conv_general_dilated_p, _compute_convolution),
+        _LoweringPatch(lax.conv_general_dilated_p, _compute_convolution, shares_operands=True),
         _LoweringPatch(lax.select_and_scatter_p, _select_and_scatter_gathered_operands),
         _LoweringPatch(lax.select_and_gather_add_p, _select_and_gather_gathered_operands),
         *(

@@ -17,7 +17,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from layoutmap.core.paths import find_repeated_layers, split_path_at_numbers
@@ -79,7 +79,8 @@ class _UnknownWeight(NamedTuple):
 _Roles = Iterator[tuple[_UnknownWeight, tuple[str, ...]]]
 
 
-def infer_axis_roles(variables: Iterable[VariableSpec]) -> Mapping[tuple[str, str], InferredRoles]:
+@lru_cache(2)
+def infer_axis_roles(variables: tuple[VariableSpec, ...]) -> Mapping[tuple[str, str], InferredRoles]:
     """Return a dict from weight key to inferred roles, for weights of unknown use with roles that can be inferred."""
     weights = [v for v in variables if v.kind is Kind.WEIGHT]
     unknown = [v for v in weights if v.use is None and v.parent is None]

@@ -47,7 +47,7 @@ class LintedPlan:
         }
         # Checks compare weights in the order of `uses`. JAX sorts the keys of a dict, so `down` is before `up`, but
         # the inferred uses are in the order of the calls.
-        uses |= infer_axis_roles(a.variable for a in plan.assignments)
+        uses |= infer_axis_roles(tuple(a.variable for a in plan.assignments))
         by_key = {a.variable.key: a for a in fitting}
         self.weights = [
             Weight(by_key[key], use, layer, plan.gathered_dims, self.batch_dims)
@@ -167,13 +167,18 @@ class LintedPlan:
         """The ids of kernels in no pair that can be one with another kernel of their block, by their sizes."""
         found = set[int]()
         paired = self.kernels_before.keys() | self.kernels_after.keys()
+        unordered = dict[int, Set[int]]()  # by the id of a typical block
         for block in self.blocks:
-            known = {id(w) for w in self.find_attention_kernels(block).values()}
-            known.update(id(w) for pair in iterate_list_pairs(block) for w in pair)
-            rest = [w for w in block if w.use.reads is None and id(w) not in paired and id(w) not in known]
-            for first, second in itertools.permutations(rest, 2):
-                if can_be_pair(first, second):
-                    found |= {id(first), id(second)}
+            typical, own = self._find_typical_block(block)
+            if id(typical) not in unordered:
+                known = {id(w) for w in self.find_attention_kernels(typical).values()}
+                known.update(id(w) for pair in iterate_list_pairs(typical) for w in pair)
+                rest = [
+                    w for w in typical if w.use.reads is None and id(w) not in paired and id(w) not in known
+                ]
+                pairs = (pair for pair in itertools.permutations(rest, 2) if can_be_pair(*pair))
+                unordered[id(typical)] = {id(w) for pair in pairs for w in pair}
+            found |= {id(own[each]) for each in unordered[id(typical)]}
         return found
 
     @cached_property

@@ -61,7 +61,7 @@ class Weight:
 
     def list_axis_sizes(self, role: str) -> tuple[int, ...]:
         """Return the sizes of the axes with a role, `"in"`, `"out"`, or `"rows"`."""
-        return tuple(self.shape[axis] for axis in self.list_axes(role))
+        return _group_axis_sizes_by_role(self.use.roles, self.shape).get(role, ())
 
     def list_dims(self, axis: int) -> tuple[str, ...]:
         """Return the mesh dims over which an axis is sharded while its layer computes."""
@@ -89,6 +89,12 @@ def _group_axes_by_role(roles: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     for role, axis in sorted((role, axis) for axis, role in enumerate(roles)):
         found.setdefault(role.partition(".")[0], []).append(axis)
     return {role: tuple(axes) for role, axes in found.items()}
+
+
+@lru_cache(4096)
+def _group_axis_sizes_by_role(roles: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return a dict from role to sizes: {"out": (8,), "in": (2, 4)} for ("out.0", "in.0", "in.1") and (8, 2, 4)."""
+    return {role: tuple(shape[axis] for axis in axes) for role, axes in _group_axes_by_role(roles).items()}
 
 
 @lru_cache(4096)
