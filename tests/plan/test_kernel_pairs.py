@@ -318,6 +318,72 @@ def test_a_layer_that_peft_wraps_has_the_role_of_its_module():
     assert not plan.lint()
 
 
+def find_sharded_axes(variables):
+    """Return the sharded axis for each path, or None, in a plan with the suggested rules. Lint accepts the plan."""
+    plan = make_plan(variables, suggest(variables))
+    assert not plan.lint()
+    return {
+        v.path: next(
+            (n for n, spec in enumerate(plan[v.path].layout.sharding_specs) if spec == "model"), None
+        )
+        for v in variables
+    }
+
+
+@pytest.mark.parametrize("calls", [(0, 1, 1, 1, 2, 3, 4), None])
+def test_a_layer_in_a_module_of_its_own_is_one_of_the_outer_block(calls):
+    """As in BERT: each layer of an MLP is the only kernel of its module, and so is the output of attention."""
+    shapes = {"embed.dense": (32, 64)}
+    shapes |= {f"0.attention.self.{part}": (64, 64) for part in ("query", "key", "value")}
+    shapes |= {"0.attention.output.dense": (64, 64)}
+    shapes |= {"0.intermediate.dense": (64, 256), "0.output.dense": (256, 64)}
+    variables = make_called_weights(calls, **shapes)
+
+    axes = find_sharded_axes(variables)
+    swapped = {r".*kernel": (None, "model")}
+    plan = make_plan(variables, LayoutMap("batch=2,model=4", swapped, rest="replicated"))
+
+    rows = {"0.attention.output.dense.kernel", "0.output.dense.kernel"}
+    assert dict.fromkeys(axes, 1) | dict.fromkeys(rows, 0) == axes
+    assert rows == {p.subject for p in plan.lint() if p.kind == "swapped"}
+
+
+def test_each_two_layers_of_a_chain_are_a_pair():
+    """The kernels between the first and the last are square."""
+    shapes = {"alpha": (64, 256), "beta": (256, 256), "gamma": (256, 256), "delta": (256, 64)}
+
+    axes = find_sharded_axes(make_called_weights((0, 1, 2, 3), **shapes))
+
+    assert [1, 0, 1, 0] == [*axes.values()]
+
+
+@pytest.mark.parametrize("wide", [256, 64])
+def test_arrays_beside_the_only_kernel_of_a_module_can_be_low_rank_factors(wide):
+    """They have unknown roles. If the base kernel is square, it is unknown which factor is the first."""
+    shapes = {"up.base": (64, wide), "down.base": (wide, 64)}
+    variables = make_called_weights((0, 1), **shapes)
+    for name, (into, out) in shapes.items():
+        module = name.partition(".")[0]
+        variables += [make_weight(f"{module}.a", (into, 4)), make_weight(f"{module}.b", (4, out))]
+
+    axes = find_sharded_axes(variables)
+
+    assert {"up.base.kernel": 1, "down.base.kernel": 0}.items() <= axes.items()
+    expected = {"up.a": None, "up.b": 1, "down.a": 0, "down.b": None}
+    if wide == 64:
+        expected = dict.fromkeys(expected)
+    assert expected == {path: each for path, each in axes.items() if "base" not in path}
+
+
+def test_a_bias_of_several_heads_is_no_second_query():
+    """It has two axes and the name of one."""
+    shapes = {"w_q": (64, 8, 8), "w_k": (64, 4, 8), "w_v": (64, 4, 8), "b_q": (8, 8), "w_o": (8, 8, 64)}
+
+    axes = find_sharded_axes([make_weight(f"0.{name}", shape) for name, shape in shapes.items()])
+
+    assert [1, 1, 1, 0, 0] == [*axes.values()]
+
+
 def test_kernels_that_sizes_alone_pair_with_the_next_are_a_guess():
     """One of two of equal shapes can be of fused keys and values. Names such as up and gate show that it is none."""
     for names, is_guess in ((("a", "c", "d"), True), (("gate", "up", "down"), False)):

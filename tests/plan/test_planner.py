@@ -277,6 +277,7 @@ ALTERNATIVES_WITHOUT_MATCH = {
     "two letters in the wrong order": (r"h\.\d+\.attn\.(query|key|vlaue)\.kernel", "vlaue", "value"),
     "two of two letters": (r".*\.(wq|wk|vw)$", "vw", "wv"),
     "another letter in a short word": (r".*\.(wq|wk|wo|wz)$", "wz", "wv"),
+    "a word of one letter": (r".*\.(q|k|x)_proj", "x", "v"),
     "the first letter alone": (r"h\.\d+\.attn\.(q|key|value)\.kernel", "q", "query"),
     "a letter too many": (r".*\.(wq|wk|wvv)$", "wvv", "wv"),
     "letters too many before another word": (r".*\.(q|k|vee)_proj", "vee", "v"),

@@ -80,7 +80,7 @@ def test_inferred_roles_are_those_of_the_library(library):
     for seed in range(20261201000, 20261201000 + examples(100)):
         weights = [a.variable for a in models.draw(seed, library).plan().assignments]
         weights = [v for v in weights if v.kind is Kind.WEIGHT]
-        inferred = infer_axis_roles(replace(v, use=None) for v in weights)
+        inferred = infer_axis_roles(tuple(replace(v, use=None) for v in weights))
         for v in weights:
             if v.key in inferred and v.use is not None and len(v.shape) > 1:
                 pairs = zip(v.use.roles, inferred[v.key].use.roles, strict=True)

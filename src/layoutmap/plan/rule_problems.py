@@ -251,6 +251,7 @@ def _find_alternative_correction(
             for other in others
             if has_one_other_letter(name, letters.get(other, ""))
             or (len(other) < 4 and word[0].startswith(other))
+            or len(name) == len(other) == 1
         ]
         for other in others:
             score = get_word_similarity(name, letters[other]) if other in letters else 0

@@ -252,7 +252,7 @@ class _ReasonMaker:
                 break
         usual = max(reasons, key=lambda reason: len(reasons[reason]))
         others = [
-            f"; for {format_merged_paths(paths)}: {reason}"
+            f"; for {format_merged_paths(paths)}: {reason.removeprefix(f'{usual}; ')}"
             for reason, paths in reasons.items()
             if reason != usual
         ]
@@ -264,9 +264,13 @@ class _ReasonMaker:
         if axis is None:
             if id(a) in self.linted.experts.routers:
                 return "router: replicated, because each device scores all experts"
+            if id(a) in self.linted.low_rank_factors:
+                return "low-rank factor: replicated, as the rest of its base kernel is sharded"
             if self.suggestions.is_small(a):
                 return "replicated: small"
             return self._explain_why_replicated(w, shape)
+        if factor := self.linted.low_rank_factors.get(id(a)):
+            return f"low-rank factor: sharded as the {factor.role}puts of its base kernel are"
         dims = a.layout.list_mesh_dims(axis)
         over = " and ".join(dims)
         if {*dims} <= {*self._batch_dims}:
@@ -274,8 +278,6 @@ class _ReasonMaker:
         if w is None or not w.use.roles[axis]:
             return self._explain_sharding_without_role(a, axis)
         role = w.use.roles[axis].partition(".")[0]
-        if factor := self.linted.low_rank_factors.get(id(a)):
-            return f"low-rank factor: sharded as the {factor.role}puts of its base kernel are"
         if role == "rows":
             return f"table: each device along {over} has some of the {shape[axis]} rows"
         if w.list_axes("rows"):

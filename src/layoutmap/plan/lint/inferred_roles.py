@@ -134,6 +134,11 @@ def _iterate_unknown_weights(container: Sequence[VariableSpec]) -> Iterator[_Unk
     The container is the layer if its only kernel has a general name, as in `{"kernel": .., "bias": ..}` or `(w, b)`.
     """
     arrays = [v for v in container if len(v.shape) > 1 and v.path.rpartition(".")[2] not in ("b", "bias")]
+    # A bias of several heads has several axes, too.
+    biases = {
+        id(bias) for v in arrays for bias in _list_biases(v, container, True) if v.shape[1:] == bias.shape
+    }
+    arrays = [v for v in arrays if id(v) not in biases]
     for v in arrays:
         layer, _, name = v.path.rpartition(".")
         is_container = len(arrays) == 1 and layer and _KERNEL.fullmatch(name)

@@ -64,6 +64,22 @@ def iterate_wide_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Itera
         yield from ((maker, taker) for group, taker in groups for maker in group)
 
 
+def iterate_chain_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield the pairs of a chain of hidden layers of these sizes, in the order of calls: each two are a pair.
+
+    The first of the chain has other inputs, the last one other outputs, and each reads another tensor.
+    """
+    members = [w for w in block if sizes in (w.list_axis_sizes("in"), w.list_axis_sizes("out"))]
+    reads = {w.use.reads for w in members}
+    chain = sorted(members, key=lambda w: w.use.reads or 0)
+    is_chain = all(w.list_axis_sizes("in") == sizes for w in chain[1:]) and all(
+        w.list_axis_sizes("out") == sizes for w in chain[:-1]
+    )
+    is_open = sizes not in (chain[0].list_axis_sizes("in"), chain[-1].list_axis_sizes("out"))
+    if is_chain and is_open and None not in reads and len(reads) == len(chain):
+        yield from zip(chain[::2], chain[1::2], strict=False)
+
+
 def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Yield each fused kernel (query, key, and value, or gate and up), with the kernel that takes its split outputs.
 

@@ -23,6 +23,7 @@ from layoutmap.plan.lint.inferred_roles import (
 )
 from layoutmap.plan.lint.kernel_pairs import (
     can_be_pair,
+    iterate_chain_pairs,
     iterate_fused_pairs,
     iterate_joined_kernels,
     iterate_list_pairs,
@@ -30,6 +31,7 @@ from layoutmap.plan.lint.kernel_pairs import (
 )
 from layoutmap.plan.lint.low_rank import find_low_rank_factors
 from layoutmap.plan.lint.weights import Weight, is_attention_output_name, make_sibling_key
+from layoutmap.plan.lint.wrappers import find_layer_places
 from layoutmap.plan.table import PlanTable
 
 
@@ -54,14 +56,16 @@ class LintedPlan:
             for key, (use, layer) in uses.items()
             if key in by_key
         ]
-        self.low_rank_factors = find_low_rank_factors(self.weights)
+        self.low_rank_factors = find_low_rank_factors(self.weights, plan.assignments)
         """The low-rank factors by the ids of their assignments."""
-        # The module of a base kernel and its factors has the place of one layer in its block. PEFT makes such modules.
-        bases = {factor.base.layer for factor in self.low_rank_factors.values()}
-        self.weights = [
-            replace(w, layer=w.block) if w.layer in bases or w.layer_name == "base_layer" else w
-            for w in self.weights
-        ]
+        places = find_layer_places(
+            [w for w in self.weights if self._is_kernel(w) and not w.assignment.variable.is_derived]
+        )
+        if places:
+            keys = [(w.assignment.variable.model, w.layer) for w in self.weights]
+            self.weights = [
+                replace(w, place=places.get(key, "")) for key, w in zip(keys, self.weights, strict=True)
+            ]
 
     @property
     def call_error(self) -> str:
@@ -101,11 +105,12 @@ class LintedPlan:
     @cached_property
     def kernels(self) -> list[Weight]:
         """The weights of matrix products: those with summed axes and output axes, except low-rank factors."""
-        return [
-            w
-            for w in self.weights
-            if w.list_axes("in") and w.list_axes("out") and id(w.assignment) not in self.low_rank_factors
-        ]
+        return [w for w in self.weights if self._is_kernel(w)]
+
+    def _is_kernel(self, w: Weight) -> bool:
+        return (
+            bool(w.list_axes("in") and w.list_axes("out")) and id(w.assignment) not in self.low_rank_factors
+        )
 
     @cached_property
     def blocks(self) -> list[list[Weight]]:
@@ -430,7 +435,7 @@ def _iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterat
     for sizes, makers in outs.items():
         takers = ins.get(sizes, [])
         if len(takers) > 1:
-            yield from iterate_wide_pairs(sizes, block)
+            yield from [*iterate_wide_pairs(sizes, block)] or iterate_chain_pairs(sizes, block)
         elif takers and not any(w is takers[0] for w in makers):
             (taker,) = takers
             outer = taker.list_axis_sizes("out")

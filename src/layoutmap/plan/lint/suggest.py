@@ -15,6 +15,7 @@ from layoutmap.core.specs import make_spec
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
 from layoutmap.plan.lint.kernel_pairs import iterate_list_pairs
 from layoutmap.plan.lint.linted_plan import LintedPlan
+from layoutmap.plan.lint.low_rank import LowRankFactor
 from layoutmap.plan.lint.weights import Weight, make_sibling_key
 
 NAMES_OF_EXPERTS = ("expert", "experts")
@@ -59,10 +60,8 @@ class LayoutSuggestions:
         is_kept = len(a.variable.shape) == 1 or is_index_or_mask(a.variable)
         if (w is None and is_kept) or id(a) in self.linted.experts.routers or self.is_small(a):
             return None
-        if w is not None and (factor := self.linted.low_rank_factors.get(id(a))):
-            advised = self.advise_layout(factor.base.assignment)
-            dims = advised.list_mesh_dims(factor.base.list_axes(factor.role)[0]) if advised else ()
-            return self._make_even_layout(w, w.list_axes(factor.role)[0], dims) if dims else None
+        if factor := self.linted.low_rank_factors.get(id(a)):
+            return self._suggest_factor_layout(a, factor)
         if w is None or w.list_axes("rows"):
             sibling = self._find_sibling_layout(a)
             if sibling and w and self.linted.are_batch_outputs_free and not self._has_other_dim(sibling):
@@ -70,6 +69,16 @@ class LayoutSuggestions:
             return sibling or self._suggest_first_even_axis_layout(a, w)
         is_kernel = w.list_axes("in") and w.list_axes("out")
         return self._suggest_kernel_layout(w) if is_kernel else self._suggest_bias_layout(w)
+
+    def _suggest_factor_layout(self, a: Assignment, factor: LowRankFactor) -> Layout | None:
+        """Return the layout for a low-rank factor: its axis is sharded like that of the base kernel with this role."""
+        base = self.advise_layout(factor.base.assignment)
+        if base is None or not factor.role:
+            return None
+        layout = make_sharded_layout(
+            a.layout, factor.axis, base.list_mesh_dims(factor.base.list_axes(factor.role)[0])
+        )
+        return None if layout.is_fully_replicated() or layout.find_uneven_axes(a.variable.shape) else layout
 
     def is_small(self, a: Assignment) -> bool:
         """Return whether a variable is a table, or is added to each row of a batch, and too small to be sharded.

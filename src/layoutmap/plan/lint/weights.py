@@ -24,6 +24,8 @@ class Weight:
     """The path of its layer."""
     gathered_dims: tuple[str, ...] = ()
     batch_dims: tuple[str, ...] = ()
+    place: str = ""
+    """The path of the module that has the role of the layer in its block; "": that of the layer."""
 
     @property
     def path(self) -> str:
@@ -42,13 +44,13 @@ class Weight:
 
     @property
     def block(self) -> str:
-        """Path of the module that contains the layer."""
-        return self.layer.rpartition(".")[0]
+        """Path of the module that contains the layer, or its wrapper."""
+        return (self.place or self.layer).rpartition(".")[0]
 
     @property
     def layer_name(self) -> str:
-        """The name of the layer in its block."""
-        return self.layer.rpartition(".")[2]
+        """The name of the layer, or of its wrapper, in its block."""
+        return (self.place or self.layer).rpartition(".")[2]
 
     @property
     def name(self) -> str:
