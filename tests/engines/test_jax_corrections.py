@@ -323,6 +323,41 @@ def test_the_input_of_a_convolution_is_gathered_once_for_it_and_for_its_gradient
     assert 1 == collectives(compiled.as_text())["all-gather"]
 
 
+@pytest.mark.parametrize("name", ["checkpoint", "scan", "cond", "jit", "second derivative"])
+def test_a_gathered_copy_is_read_only_where_it_is_defined(name):
+    """The bodies of loops, branches, and functions have copies of their own."""
+    mesh = lm.create_mesh("batch=2,model=4")
+    layouts = (
+        lm.Layout([None, None, None, None, "model"], mesh),
+        lm.Layout([None, "batch", None, "model"], mesh),
+    )
+    rng = np.random.default_rng(0)
+    kernels, x = (rng.normal(size=shape).astype("float32") for shape in ((2, 3, 3, 8, 8), (4, 8, 8, 8)))
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def layer(x, kernel):
+        return jnp.tanh(convolve(x, kernel) + x)
+
+    def compute(kernels, x):
+        first, second = kernels
+        match name:
+            case "checkpoint":
+                x = jax.checkpoint(layer)(convolve(x, second), first)
+            case "scan":
+                x, _ = lax.scan(lambda x, kernel: (layer(x, kernel), None), convolve(x, second), kernels)
+            case "cond":
+                x = lax.cond(x[0, 0, 0, 0] > 0, layer, convolve, x, first) + convolve(x, second)
+            case "jit":
+                x = jax.jit(layer)(x, first) + convolve(x, second)
+            case _:
+                x = jax.grad(lambda x: layer(x, first).sum())(x) + convolve(x, second)
+        return x**2
+
+    assert_close(*on_mesh_and_not(compute, [kernels, x], layouts))
+
+
 @pytest.mark.parametrize("target", ["cpu", "h100"])
 def test_each_compiler_adds_up_over_the_batch_alone(target):
     """The gradient of a depthwise kernel is summed over the dim of the batch, also by the compiler for GPUs."""

@@ -247,7 +247,8 @@ def _lower_gather_axes(
     if use is None:
         return _lower_gathered_copy(context, value, axes)
     # A copy in another block, such as the body of a loop, may not be visible in this one.
-    key = _gather_axes_p, _ir.InsertionPoint.current.block, value, axes, use.sizes
+    here: Any = _ir.InsertionPoint.current
+    key = _gather_axes_p, here.block, value, axes, use.sizes
     copies = context.module_context.cached_primitive_lowerings.setdefault(key, [])
     # Backward passes run in the reverse order, so the last copy is that of the same operation.
     if copies and copies[-1][0] == use.axes[::-1]:
