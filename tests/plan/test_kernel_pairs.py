@@ -401,3 +401,17 @@ def test_an_output_layer_that_sums_over_shards_is_reported_without_a_table():
     plan = make_plan(variables, LayoutMap("batch=2,model=4", rules, rest="replicated"))
 
     assert [("swapped", "head.kernel")] == [(p.kind, p.subject) for p in plan.lint()]
+
+
+def test_findings_of_numbered_layers_in_one_block_are_one():
+    """The other kernel of each pair has a number, too."""
+    shapes = {
+        f"{name}{n}": shape for n in range(3) for name, shape in (("up", (64, 256)), ("down", (256, 64)))
+    }
+    variables = make_called_weights(range(6), **shapes)
+
+    findings = str(make_plan(variables, LayoutMap("batch=2,model=4", {".*": (None, "model")})).lint())
+
+    assert "swapped: down{0..2}.kernel: outputs an axis" in findings
+    assert "away from up{0..2}.kernel\n" in findings
+    assert "Lint: 1 finding;" in findings

@@ -108,7 +108,9 @@ def test_what_is_written_passes(layout_map):
 
 
 @given(nearly_rules_files())
-@example({"version": 1, "mesh": {"name": True, "dims": {"batch": 2}}, "rules": {}})  # text in this library's YAML
+@example(
+    {"version": 1, "mesh": {"name": True, "dims": {"batch": 2}}, "rules": {}}
+)  # text in this library's YAML
 def test_the_schema_says_what_from_yaml_says(data):
     """What `from_yaml` refuses for its form fails, and what it reads passes."""
     text = yaml.safe_dump(data, sort_keys=False)

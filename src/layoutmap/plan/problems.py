@@ -70,7 +70,8 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
     for p in problems:
         # The fixes of repeated blocks differ in the numbers of the blocks, so compare fixes without numbers.
         subject = p.subject if p.kind in RULE_KINDS else split_path_at_numbers(p.subject)
-        key = (p.kind, p.severity, p.model, subject, p.facts, p.why, split_path_at_numbers(p.fix))
+        facts = tuple((split_path_at_numbers(name), value) for name, value in p.facts)
+        key = (p.kind, p.severity, p.model, subject, facts, p.why, split_path_at_numbers(p.fix))
         groups.setdefault(key, []).append(p)
     merged: list[tuple[Problem, tuple[Problem, ...]]] = []
     for first, *rest in groups.values():
@@ -87,7 +88,15 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
             )
         head = f"{first.model}: " if first.model else ""
         what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
-        merged.append((replace(first, subject=new, what=what, fix=fix), (first, *rest)))
+        if len({split_path_at_numbers(p.what) for p in (first, *rest)}) == 1:
+            what = format_merged_paths([p.what for p in (first, *rest)])
+        # Names of facts can be paths in these blocks, too.
+        names = [[name for name, _ in p.facts] for p in (first, *rest)]
+        facts = tuple(
+            (format_merged_paths(each), value)
+            for each, (_, value) in zip(zip(*names, strict=True), first.facts, strict=True)
+        )
+        merged.append((replace(first, subject=new, what=what, facts=facts, fix=fix), (first, *rest)))
     return merged
 
 
