@@ -151,11 +151,20 @@ class Reversed(keras.layers.Layer):
         return self.later(self.first(x))
 
 
-def test_calls_show_which_of_two_kernels_is_the_first():
+class Built(Reversed):
+    """The same, which builds its layers before it calls them."""
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.later.build((None, 256))
+
+
+@pytest.mark.parametrize("make_layer", [Reversed, Built])
+def test_calls_show_which_of_two_kernels_is_the_first(make_layer):
     """They decide, and not the order in which the layers were made."""
     inputs = keras.Input((64,))
-    rules = lm.suggest(Reversed, MESH, inputs=inputs)
-    plan = lm.plan(Reversed, rules, inputs=inputs)
+    rules = lm.suggest(make_layer, MESH, inputs=inputs)
+    plan = lm.plan(make_layer, rules, inputs=inputs)
 
     assert [("unsharded", "model"), ("model", "unsharded")] == [
         plan[f"reversed.{name}.kernel"].layout.sharding_specs for name in ("first", "later")

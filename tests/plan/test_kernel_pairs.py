@@ -415,3 +415,32 @@ def test_findings_of_numbered_layers_in_one_block_are_one():
     assert "swapped: down{0..2}.kernel: outputs an axis" in findings
     assert "away from up{0..2}.kernel\n" in findings
     assert "Lint: 1 finding;" in findings
+
+
+def test_factors_with_a_known_axis_for_the_rank_follow_the_kernel_of_the_outer_layer():
+    """As in LoRALinear of flax.nnx."""
+    variables = make_called_weights((0, 1), up=(64, 256), down=(256, 64))
+    for name, (into, out) in {"up": (64, 256), "down": (256, 64)}.items():
+        variables.append(make_weight(f"{name}.lora.a", (into, 4), "in.0", ""))
+        variables.append(make_weight(f"{name}.lora.b", (4, out), "", "out.0"))
+
+    axes = find_sharded_axes(variables)
+
+    assert {"up.lora.a": None, "up.lora.b": 1, "down.lora.a": 0, "down.lora.b": None}.items() <= axes.items()
+
+
+def test_an_output_layer_is_known_by_its_name_if_another_layer_takes_as_many_features():
+    """Its size does not show it then."""
+    shapes = {"up": (32, 128), "down": (128, 32), "head": (32, 128)}
+    rules = {"up": (None, "model"), "down|head": ("model", None)}
+
+    plan = make_plan(make_called_weights((0, 1, 2), **shapes), LayoutMap("batch=2,model=4", rules))
+
+    assert ["head.kernel"] == [p.subject for p in plan.lint()]
+
+
+def test_the_kernels_of_one_query_and_of_fused_keys_and_values_are_before_the_output():
+    """Their sizes are equal, and the three are alone in their block."""
+    shapes = dict.fromkeys(("0.ask", "0.both", "0.back"), (64, 64))
+
+    assert [1, 1, 0] == [*find_sharded_axes(make_called_weights((0, 0, 1), **shapes)).values()]

@@ -264,8 +264,13 @@ class _ReasonMaker:
         if axis is None:
             if id(a) in self.linted.experts.routers:
                 return "router: replicated, because each device scores all experts"
-            if id(a) in self.linted.low_rank_factors:
-                return "low-rank factor: replicated, as the rest of its base kernel is sharded"
+            if factor := self.linted.low_rank_factors.get(id(a)):
+                why = (
+                    "the rest of its base kernel is sharded"
+                    if factor.role
+                    else "shapes hide which is the first"
+                )
+                return f"low-rank factor: replicated, as {why}"
             if self.suggestions.is_small(a):
                 return "replicated: small"
             return self._explain_why_replicated(w, shape)

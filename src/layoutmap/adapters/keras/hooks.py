@@ -71,16 +71,10 @@ class _UncatchableError(BaseException):
 
 
 def _wrap_maybe_build(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `Layer._maybe_build`, which each call of a layer runs, to record the layer's input in a plan.
-
-    The outermost call raises the error that an `_UncatchableError` carries.
-    """
+    """Wrap `Layer._maybe_build`: the outermost call raises the error that an `_UncatchableError` carries."""
 
     @functools.wraps(original)
-    def maybe_build(layer: object, call_spec: Any) -> None:
-        session = get_current_session()
-        if _is_keras_session(session) and session.context.plan_only:
-            session.registry.record_input(layer, call_spec.first_arg)
+    def maybe_build(layer: object, call_spec: object) -> None:
         try:
             original(layer, call_spec)
         except _UncatchableError as refused:

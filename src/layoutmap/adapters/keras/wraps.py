@@ -179,10 +179,15 @@ def _replace_methods(wrapped_object: object, wrappers: dict[str, Callable[..., o
 def _wrap_maybe_build(
     layer: keras.Layer, session: KerasSession, method: Callable[..., object]
 ) -> Callable[..., object]:
-    """Wrap `_maybe_build` to check models from outside the scope first, and to build on one thread at a time."""
+    """Wrap `_maybe_build` to check models from outside the scope first, and to build on one thread at a time.
+
+    In a plan, it records the layer's input. Each call of a layer runs it, also if the layer is built.
+    """
 
     @functools.wraps(method)
     def build_once(call_spec: Any) -> object:
+        if session.context.plan_only:
+            session.registry.record_input(layer, call_spec.first_arg)
         outer_model = get_outermost_called_layer()
         if outer_model is not None and get_session(outer_model) is None:
             _check_outer_model(outer_model, session)

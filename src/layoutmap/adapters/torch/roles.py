@@ -103,7 +103,7 @@ def find_axis_roles(module: torch.nn.Module, name: str) -> tuple[str, ...]:
     module_class = type(module)
     if isinstance(module, torch.nn.Linear):
         return ("out.0", "in.0") if name == "weight" else ("out.0",)
-    if isinstance(module, torch.nn.Embedding):
+    if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
         return ("rows", "out.0")
     if isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
         filters = ("out.0", "in.0", *("",) * len(module.kernel_size))

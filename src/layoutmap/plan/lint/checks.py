@@ -463,9 +463,11 @@ def _find_sums_of_logits(linted: LintedPlan) -> Iterator[Finding]:
     outputs = [
         (w, "in", "out")
         for w in linted.kernels
-        if w.list_axis_sizes("out") not in taken
-        and id(w) not in has_maker
-        and (w.list_axis_sizes("out") in rows or (HEAD.fullmatch(w.layer_name) and _has_more_outputs(w)))
+        if id(w) not in has_maker
+        and (
+            w.list_axis_sizes("out") in rows - taken
+            or (HEAD.fullmatch(w.layer_name) and _has_more_outputs(w) and id(w) not in linted.kernels_after)
+        )
     ]
     outputs += [
         (w, "out", "rows")

@@ -19,14 +19,15 @@ from layoutmap.plan.lint.weights import Weight
 def iterate_joined_kernels(block: Sequence[Weight]) -> Iterator[tuple[Sequence[Weight], Weight]]:
     """Yield kernels that read one tensor, as of attention, with the next called one, which takes their joined outputs.
 
-    Two of equal shapes can be of keys and values, before a query that reads another tensor.
+    Two of equal shapes can be of keys and values, before a query that reads another tensor, and an output kernel.
     """
     groups: dict[int, list[Weight]] = defaultdict(list)
     for w in block:
         if w.use.reads is not None:
             groups[w.use.reads].append(w)
     for makers, takers in itertools.pairwise(groups[number] for number in sorted(groups)):
-        if len(takers) == 1 and (len(makers) > 2 or len({w.shape for w in makers}) > 1):
+        is_joined = len(makers) > 2 or len({w.shape for w in makers}) > 1 or len(makers) == len(groups) == 2
+        if len(takers) == 1 and is_joined:
             yield makers, takers[0]
 
 

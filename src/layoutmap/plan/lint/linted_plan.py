@@ -51,13 +51,18 @@ class LintedPlan:
         # the inferred uses are in the order of the calls.
         uses |= infer_axis_roles(tuple(a.variable for a in plan.assignments))
         by_key = {a.variable.key: a for a in fitting}
-        self.weights = [
+        weights = [
             Weight(by_key[key], use, layer, plan.gathered_dims, self.batch_dims)
             for key, (use, layer) in uses.items()
             if key in by_key
         ]
-        self.low_rank_factors = find_low_rank_factors(self.weights, plan.assignments)
+        self.low_rank_factors = find_low_rank_factors(weights, plan.assignments)
         """The low-rank factors by the ids of their assignments."""
+        self.weights = [
+            w
+            for w in weights
+            if w.assignment.variable.use is not None or id(w.assignment) not in self.low_rank_factors
+        ]
         places = find_layer_places(
             [w for w in self.weights if self._is_kernel(w) and not w.assignment.variable.is_derived]
         )
@@ -342,12 +347,14 @@ class LintedPlan:
     def find_attention_kernels(self, block: Sequence[Weight]) -> dict[str, Weight]:
         """Return the query, key, and value kernels of a block, or {} if it lacks one or has several.
 
-        They have these names, or are three that read one tensor, of which the other two have equal shapes.
+        They have these names, the shortest if several have, as `key` beside `position_key`, or are three that read one
+        tensor, of which the other two have equal shapes.
         """
-        found = {
-            part: [w for w in block if pattern.fullmatch(w.layer_name)]
-            for part, pattern in ATTENTION_PARTS.items()
-        }
+        found = dict[str, list[Weight]]()
+        for part, pattern in ATTENTION_PARTS.items():
+            named = [w for w in block if pattern.fullmatch(w.layer_name)]
+            least = min((len(w.layer_name) for w in named), default=0)
+            found[part] = [w for w in named if len(w.layer_name) == least]
         if all(len(each) == 1 for each in found.values()):
             return {part: each[0] for part, each in found.items()}
         typical, own = self._find_typical_block(block)

@@ -1,8 +1,8 @@
 """Find low-rank factors (LoRA) beside a kernel: the product of the two is added to it.
 
-They are the only two kernels of a module beside the base kernel, as `a` and `b` beside `query.base` in `query`, or
-the only two arrays of unknown use. (The factors of Keras and PEFT are derived variables: their layouts follow from the
-base kernel's.)
+They are the only two kernels of a module beside the base kernel, as `a` and `b` beside `query.base` in `query`, or the
+only two arrays of unknown use, or those of `LoRALinear` of flax.nnx. (The factors of Keras and PEFT are derived
+variables: their layouts follow from the base kernel's.)
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def find_low_rank_factors(
         weights: The weights with known axis roles.
         assignments: All variables.
     """
-    modules: dict[tuple[str, str], list[Weight]] = defaultdict(list)
+    weights, modules = list(weights), defaultdict[tuple[str, str], list[Weight]](list)
     for w in weights:
-        if w.list_axes("in") and w.list_axes("out"):
+        # Roles that only names and shapes show can be those of two factors, which look like two consecutive kernels.
+        if w.assignment.variable.use is not None and w.list_axes("in") and w.list_axes("out"):
             modules[w.assignment.variable.model, w.block].append(w)
             modules[w.assignment.variable.model, w.layer].append(w)
-    found = dict(_iterate_kernels_of_factors(modules))
-    return found | dict(_iterate_arrays_of_factors(modules, {id(w.assignment) for w in weights}, assignments))
+    return {
+        **dict(_iterate_kernels_of_factors(modules)),
+        **dict(_iterate_arrays_of_factors(modules, assignments)),
+        **dict(_iterate_factors_with_rank_axis(modules, weights)),
+    }
 
 
 def _iterate_kernels_of_factors(modules: _Modules) -> Iterator[tuple[int, LowRankFactor]]:
@@ -74,13 +78,13 @@ def _iterate_kernels_of_factors(modules: _Modules) -> Iterator[tuple[int, LowRan
 
 
 def _iterate_arrays_of_factors(
-    modules: _Modules, known: set[int], assignments: Iterable[Assignment]
+    modules: _Modules, assignments: Iterable[Assignment]
 ) -> Iterator[tuple[int, LowRankFactor]]:
     """Yield the factors of unknown use. If the base kernel is square, their shapes do not show which is the first."""
     arrays: dict[tuple[str, str], list[Assignment]] = defaultdict(list)
     for a in assignments:
         v = a.variable
-        if v.kind is Kind.WEIGHT and len(v.shape) == 2 and v.parent is None and id(a) not in known and a.fits:
+        if v.kind is Kind.WEIGHT and len(v.shape) == 2 and v.parent is None and v.use is None and a.fits:
             arrays[v.model, v.path.rpartition(".")[0]].append(a)
     for module, pair in arrays.items():
         if len(pair) != 2 or len(kernels := modules.get(module, ())) != 1:
@@ -100,3 +104,16 @@ def _iterate_arrays_of_factors(
             if all(len(each) == 1 for each in axes) and len(ranks) == 1 and max(ranks) < min(into, out):
                 for a, role, (axis,) in zip(pair, roles, axes, strict=True):
                     yield id(a), LowRankFactor(base, role if into != out else "", axis)
+
+
+def _iterate_factors_with_rank_axis(
+    modules: _Modules, weights: Iterable[Weight]
+) -> Iterator[tuple[int, LowRankFactor]]:
+    """Yield the factors of which the adapter knows that an axis is the rank. The base kernel is in the outer layer."""
+    for w in weights:
+        bases = modules.get((w.assignment.variable.model, w.block), ())
+        match [role for role in ("in", "out") if w.list_axes(role)]:
+            case [role] if len(w.shape) == 2 and "" in w.use.roles and len(bases) == 1:
+                yield id(w.assignment), LowRankFactor(bases[0], role, w.list_axes(role)[0])
+            case _:
+                pass

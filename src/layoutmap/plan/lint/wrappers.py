@@ -58,7 +58,8 @@ def _iterate_parent_modules(layer: str) -> Iterable[str]:
 
 
 def _is_query_key_value(block: Mapping[str, Weight]) -> bool:
-    """Return whether the layers of a block are the query, the key, and the value of attention by their names."""
-    return len(block) == len(ATTENTION_PARTS) and all(
-        any(pattern.fullmatch(name) for name in block) for pattern in ATTENTION_PARTS.values()
-    )
+    """Return whether the layers of a block are queries, keys, and values of attention by their names."""
+    matches = [
+        [pattern.fullmatch(name) is not None for name in block] for pattern in ATTENTION_PARTS.values()
+    ]
+    return all(map(any, matches)) and all(map(any, zip(*matches, strict=True)))
