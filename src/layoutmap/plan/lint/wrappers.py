@@ -1,8 +1,10 @@
-"""Find the places of layers in their blocks, for layers that a model wraps in modules of their own.
+"""Find the places of layers in their blocks, if a model wraps layers in modules of their own.
 
-a module with one kernel, as `output.dense` beside `intermediate.dense`   the module is the layer
-attention with its output in another module, as `self.query`, `self.key`, and `self.value` beside `output.dense`
-all are layers of the outer module
+Two sorts of modules have no role of their own:
+
+    a module with one kernel, as `output.dense` beside `intermediate.dense`   the module is the layer
+    the query, key, and value of attention, as `self.query`, beside one other kernel, as `output.dense`
+                                                                              all are layers of the outer module
 """
 
 from __future__ import annotations
