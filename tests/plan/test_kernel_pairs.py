@@ -444,3 +444,35 @@ def test_the_kernels_of_one_query_and_of_fused_keys_and_values_are_before_the_ou
     shapes = dict.fromkeys(("0.ask", "0.both", "0.back"), (64, 64))
 
     assert [1, 1, 0] == [*find_sharded_axes(make_called_weights((0, 0, 1), **shapes)).values()]
+
+
+def test_a_depthwise_kernel_is_in_no_pair():
+    """Its outputs have the shards of its inputs, so it is no first kernel of the one after it, as in ConvNeXt."""
+    variables = make_called_weights((1, 2), **{"0.up": (32, 128), "0.down": (128, 32)})
+    depthwise = replace(
+        make_weight("0.dw.kernel", (7, 7, 1, 32)), use=AxisRoles(("", "", "in.0", "out.0"), reads=0)
+    )
+
+    axes = find_sharded_axes([depthwise, *variables])
+
+    assert {"0.dw.kernel": None, "0.up.kernel": 1, "0.down.kernel": 0} == axes
+
+
+@pytest.mark.parametrize("calls", [(0, 1, 2), None])
+def test_fused_keys_and_values_of_cross_attention_have_the_output_of_their_query(calls):
+    """They read another tensor, so only names show it."""
+    shapes = {"0.to_q": (64, 64), "0.to_kv": (32, 128), "0.merge": (64, 64)}
+
+    axes = find_sharded_axes(make_called_weights(calls, **shapes))
+
+    assert [1, 1, 0] == [*axes.values()]
+
+
+def test_an_unknown_vector_does_not_order_two_arrays():
+    """It can have the width of the model, or be a bias between the two."""
+    for size in (32, 128):
+        shapes = {"alpha": (32, 128), "beta": (128, 32), "c": (size,)}
+
+        axes = find_sharded_axes([make_weight(f"0.{name}", shape) for name, shape in shapes.items()])
+
+        assert {"0.alpha": 1, "0.beta": 0}.items() <= axes.items()

@@ -222,6 +222,11 @@ class _ReasonMaker:
         self._parts = {
             id(w) for block in self.linted.blocks for w in self.linted.find_attention_kernels(block).values()
         }
+        self._attention_outputs = {
+            id(self.linted.find_attention_output(block))
+            for block in self.linted.blocks
+            if self.linted.find_attention_kernels(block)
+        }
         self.suggestions = LayoutSuggestions(self.linted)
         self._previous_kernels = self.suggestions.previous_kernels
         self._kernels_before_row_kernels = {
@@ -342,7 +347,7 @@ class _ReasonMaker:
         source = (
             f"takes the sharded outputs of {names}" if names else "each device takes its part of the inputs"
         )
-        if id(w) in self.linted.attention_outputs and not names:
+        if id(w) in self._attention_outputs and not names:
             source = "takes the heads of each device"
         return f"row: {source}, and the sums are all-reduced over {over}{order}"
 

@@ -28,6 +28,7 @@ ATTENTION_PARTS = {
     part: re.compile(rf"(.*_)?w?({names}){_PROJECTION_END}", re.IGNORECASE)
     for part, names in (("query", "q+|que|quer(y|ies)"), ("key", "k+|keys?"), ("value", "v+|val(ue)?s?"))
 }
+FUSED_KEY_VALUE = re.compile(rf"(.*_)?w?(kv|key_value){_PROJECTION_END}", re.IGNORECASE)
 FUSED_QKV = re.compile(rf"(.*_)?w?(qkv|query_key_value){_PROJECTION_END}")
 ATTENTION_OUTPUT = re.compile(rf"w?_?o|(attention_)?(o|out|output){_PROJECTION_END}", re.IGNORECASE)
 _END = "(_(proj|projection|dense|kernel|weight|w))?"
@@ -86,7 +87,8 @@ def infer_axis_roles(variables: tuple[VariableSpec, ...]) -> Mapping[tuple[str, 
     unknown = [v for v in weights if v.use is None and v.parent is None]
     if not any(len(v.shape) > 1 for v in unknown):
         return {}
-    counts = Counter(size for v in weights for size in v.shape)
+    # A vector can be of the width of the model, such as a scale, or of a size between two kernels, such as a bias.
+    counts = Counter(size for v in weights if len(v.shape) > 1 for size in v.shape)
     containers: dict[tuple[str, str], list[VariableSpec]] = defaultdict(list)
     for v in unknown:
         containers[v.model, v.path.rpartition(".")[0]].append(v)

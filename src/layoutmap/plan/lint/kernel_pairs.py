@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from layoutmap.plan.lint.inferred_roles import (
     ATTENTION_OUTPUT,
+    ATTENTION_PARTS,
     FIRST_KERNEL,
+    FUSED_KEY_VALUE,
     FUSED_QKV,
     SECOND_KERNEL,
 )
@@ -79,6 +81,28 @@ def iterate_chain_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iter
     is_open = sizes not in (chain[0].list_axis_sizes("in"), chain[-1].list_axis_sizes("out"))
     if is_chain and is_open and None not in reads and len(reads) == len(chain):
         yield from zip(chain[::2], chain[1::2], strict=False)
+
+
+def iterate_query_and_fused_key_value_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Yield a query kernel, and that of fused keys and values, each with the kernel that takes their joined outputs.
+
+    Their names show them, because in cross attention they read different tensors. The last kernel has the sizes of the
+    query in the other order.
+    """
+    queries = [w for w in block if ATTENTION_PARTS["query"].fullmatch(w.layer_name)]
+    fused = [w for w in block if FUSED_KEY_VALUE.fullmatch(w.layer_name)]
+    if len(queries) != 1 or len(fused) != 1:
+        return
+    into, out = map(queries[0].list_axis_sizes, ("in", "out"))
+    takers = [
+        w
+        for w in block
+        if w not in (queries[0], fused[0])
+        and (w.list_axis_sizes("in"), w.list_axis_sizes("out")) == (out, into)
+    ]
+    if len(takers) == 1:
+        yield queries[0], takers[0]
+        yield fused[0], takers[0]
 
 
 def iterate_fused_pairs(block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:

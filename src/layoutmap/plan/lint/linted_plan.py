@@ -27,6 +27,7 @@ from layoutmap.plan.lint.kernel_pairs import (
     iterate_fused_pairs,
     iterate_joined_kernels,
     iterate_list_pairs,
+    iterate_query_and_fused_key_value_pairs,
     iterate_wide_pairs,
 )
 from layoutmap.plan.lint.low_rank import find_low_rank_factors
@@ -109,13 +110,12 @@ class LintedPlan:
 
     @cached_property
     def kernels(self) -> list[Weight]:
-        """The weights of matrix products: those with summed axes and output axes, except low-rank factors."""
+        """The weights with summed axes and output axes, except low-rank factors and depthwise kernels."""
         return [w for w in self.weights if self._is_kernel(w)]
 
     def _is_kernel(self, w: Weight) -> bool:
-        return (
-            bool(w.list_axes("in") and w.list_axes("out")) and id(w.assignment) not in self.low_rank_factors
-        )
+        is_product = w.list_axes("in") and w.list_axes("out") and not w.is_depthwise
+        return bool(is_product) and id(w.assignment) not in self.low_rank_factors
 
     @cached_property
     def blocks(self) -> list[list[Weight]]:
@@ -465,6 +465,7 @@ def _iterate_kernel_pairs(linted: LintedPlan, block: Sequence[Weight]) -> Iterat
             if len({w.shape for w in firsts}) > 1 and len(calls) == len(firsts):
                 firsts = [w for w in firsts if w.use.reads == max(calls)]
             yield from ((maker, taker) for maker in firsts)
+    yield from iterate_query_and_fused_key_value_pairs(block)
     query = linted.find_attention_kernels(block).get("query")
     pairs = [
         (w, taker)
@@ -505,6 +506,8 @@ def _is_first_of_two(linted: LintedPlan, w: Weight, other: Weight) -> bool | Non
     for first, second in ((w, other), (other, w)):
         if _has_names_of_pair(first, second):
             return first is w
+    if w.assignment.variable.use is None:
+        return None  # inferred roles come in the order of calls
     inner, outer = (linted.count_sizes(w.list_axis_sizes(role)) for role in ("out", "in"))
     return None if inner == outer else inner < outer
 

@@ -67,6 +67,8 @@ class LayoutSuggestions:
             if sibling and w and self.linted.are_batch_outputs_free and not self._has_other_dim(sibling):
                 sibling = None
             return sibling or self._suggest_first_even_axis_layout(a, w)
+        if w.is_depthwise:
+            return None
         is_kernel = w.list_axes("in") and w.list_axes("out")
         return self._suggest_kernel_layout(w) if is_kernel else self._suggest_bias_layout(w)
 

@@ -57,6 +57,11 @@ class Weight:
         """The path inside of the block, which is the same in all repeated blocks."""
         return self.path.removeprefix(f"{self.block}.")
 
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether it is of a convolution in which each output has one input: its outputs are sharded as its inputs."""
+        return len(self.shape) > 2 and self.list_axis_sizes("in") == (1,)
+
     def list_axes(self, role: str) -> tuple[int, ...]:
         """Return the axes with a role, `"in"`, `"out"`, or `"rows"`, in the order of the numbers in their roles."""
         return _group_axes_by_role(self.use.roles).get(role, ())
