@@ -357,6 +357,17 @@ def test_each_two_layers_of_a_chain_are_a_pair():
     assert [1, 0, 1, 0] == [*axes.values()]
 
 
+def test_two_square_kernels_of_a_block_are_a_pair():
+    """As in a residual block. Two at the root of a model can be of two towers."""
+    shapes = {"0.first": (64, 64), "0.second": (64, 64)}
+
+    axes = find_sharded_axes(make_called_weights((0, 1), **shapes))
+    roots = find_sharded_axes(make_called_weights((0, 1), user=(64, 64), item=(64, 64)))
+
+    assert [1, 0] == [*axes.values()]
+    assert [1, 1] == [*roots.values()]
+
+
 @pytest.mark.parametrize("wide", [256, 64])
 def test_arrays_beside_the_only_kernel_of_a_module_can_be_low_rank_factors(wide):
     """They have unknown roles. If the base kernel is square, it is unknown which factor is the first."""

@@ -70,7 +70,8 @@ def iterate_wide_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Itera
 def iterate_chain_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iterator[tuple[Weight, Weight]]:
     """Yield the pairs of a chain of hidden layers of these sizes, in the order of calls: each two are a pair.
 
-    The first of the chain has other inputs, the last one other outputs, and each reads another tensor.
+    The first of the chain has other inputs, the last one other outputs, and each reads another tensor. Two square
+    kernels that are alone in a module, as in a residual block, are a chain, too.
     """
     members = [w for w in block if sizes in (w.list_axis_sizes("in"), w.list_axis_sizes("out"))]
     reads = {w.use.reads for w in members}
@@ -79,7 +80,8 @@ def iterate_chain_pairs(sizes: tuple[int, ...], block: Sequence[Weight]) -> Iter
         w.list_axis_sizes("out") == sizes for w in chain[:-1]
     )
     is_open = sizes not in (chain[0].list_axis_sizes("in"), chain[-1].list_axis_sizes("out"))
-    if is_chain and is_open and None not in reads and len(reads) == len(chain):
+    are_alone = len(chain) == len(block) == 2 and bool(chain[0].block)
+    if is_chain and (is_open or are_alone) and None not in reads and len(reads) == len(chain):
         yield from zip(chain[::2], chain[1::2], strict=False)
 
 
