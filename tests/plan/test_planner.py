@@ -657,3 +657,13 @@ def test_an_exact_key_beats_a_rule_that_comes_before_for_a_derived_variable_too(
     match = plan_of([weight("up.kernel"), lora()], rules)["up.lora_kernel_a"].match
 
     assert (3, [2]) == (match.rule.number, [rule.number for rule in match.others])
+
+
+def test_a_character_code_in_a_rule_is_no_word():
+    """With a part of the code replaced, the pattern is no regex. The correction is the whole path."""
+    variables = [weight(f"{name}.kernel", (8, 8)) for name in ("u006bernal", "bernal")]
+    problems = plan_of(variables, {r"\u006bernel\.kernl": (None, None)}).problems
+    (unused,) = [p for p in problems if p.kind == "unused rule"]
+
+    (corrected,) = re.findall(r'did you mean r"(.*)"', unused.fix)
+    assert re.match(corrected, "bernal.kernel") or re.match(corrected, "u006bernal.kernel")

@@ -16,7 +16,7 @@ from layoutmap.core.errors import EngineError, LayoutMapError, LayoutMapWarning
 from layoutmap.core.users_line import find_user_stacklevel
 
 TESTED = {
-    "jax": ("0.9.2", "0.10"),
+    "jax": ("0.10", "0.10"),
     "keras": ("3.14", "3.15"),
     "tensorflow": ("2.21", "2.21"),
     "torch": ("2.13", "2.15"),

@@ -86,10 +86,12 @@ def group_problems(problems: Sequence[Problem]) -> list[tuple[Problem, tuple[Pro
             fix = fix.replace(
                 format_path_regex_as_python(subjects[:1]), format_path_regex_as_python(subjects)
             )
-        head = f"{first.model}: " if first.model else ""
-        what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
-        if len({split_path_at_numbers(p.what) for p in (first, *rest)}) == 1:
-            what = format_merged_paths([p.what for p in (first, *rest)])
+        whats = [first.what, *(p.what for p in rest)]
+        if len(set(map(split_path_at_numbers, whats))) == 1:
+            what = format_merged_paths(whats)
+        else:
+            head = f"{first.model}: " if first.model else ""
+            what = head + first.what.removeprefix(head).replace(first.subject, new, 1)
         # Names of facts can be paths in these blocks, too.
         names = [[name for name, _ in p.facts] for p in (first, *rest)]
         facts = tuple(

@@ -223,9 +223,9 @@ class _ReasonMaker:
             id(w) for block in self.linted.blocks for w in self.linted.find_attention_kernels(block).values()
         }
         self._attention_outputs = {
-            id(self.linted.find_attention_output(block))
+            id(w)
             for block in self.linted.blocks
-            if self.linted.find_attention_kernels(block)
+            if self.linted.find_attention_kernels(block) and (w := self.linted.find_attention_output(block))
         }
         self.suggestions = LayoutSuggestions(self.linted)
         self._previous_kernels = self.suggestions.previous_kernels

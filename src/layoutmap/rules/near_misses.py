@@ -9,7 +9,7 @@ from functools import cached_property
 
 _MIN_SCORE = 0.6
 MIN_WORD_SCORE = 0.75
-_GROUP_OR_SET = re.compile(r"\(\?[^:]|\[[^\]]*[A-Za-z]")
+_GROUP_SET_OR_ESCAPE = re.compile(r"\(\?[^:]|\[[^\]]*[A-Za-z]|\\[xuUN]")
 _LETTERS = re.compile(r"(?<!\\)[A-Za-z]+(?![*?+{])")
 _NUMBER_SIGN = "\0"
 _REPEAT = r"(?:[*+?]|\{\d*,?\d*\})\??"
@@ -204,9 +204,9 @@ class WordSearch:
     def iterate_corrections(self, pattern: str) -> Iterator[tuple[str, str, Sequence[str]]]:
         """Yield each word of a pattern that is in no path, the pattern for a similar word, and paths with that word.
 
-        Patterns with flags, named groups, or sets of letters have no corrections.
+        Patterns with flags, named groups, sets of letters, or character codes such as `\\u006b` have no corrections.
         """
-        if _GROUP_OR_SET.search(pattern):
+        if _GROUP_SET_OR_ESCAPE.search(pattern):
             return
         for match in _LETTERS.finditer(pattern):
             word = match.group()

@@ -3,7 +3,7 @@
 A fused kernel (flash attention) stores no scores, and recomputes them in the backward pass. So of the operations in the
 scope `FUSED_SCOPE`, `BlockMemory` counts only the results that operations outside of it use.
 
-Private names of JAX, tested on 0.9.2 and 0.10.2. If they are missing, no call is found:
+Private names of JAX, tested on 0.10.2. If they are missing, no call is found:
 
     jax._src.nn.functions._dot_product_attention_xla     called by jax.nn.dot_product_attention, stores scores
     jax._src.nn.functions.cudnn_dot_product_attention    the fused kernel, which can be traced only with a GPU

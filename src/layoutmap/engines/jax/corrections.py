@@ -18,7 +18,7 @@ every layout. docs/xla-faults.md has the faults, each as a program of its own:
     a Fourier transform along an axis with too few elements in a shard               the axis is gathered
     a slice or an update that begins outside of a sharded axis: each shard moves it  the start is clamped before
 
-Private names of JAX, tested on 0.9.2 and 0.10.2:
+Private names of JAX, tested on 0.10.2:
 
     jax.interpreters.mlir._lowerings, _platform_specific_lowerings    the rules, by primitive: dataclasses with a `rule`
     jax._src.interpreters.mlir._uncacheable_primitives                the rules of others are lowered once, without
@@ -115,7 +115,10 @@ class _LoweringPatch:
         shares_operands: bool = False,
     ):
         self._primitive, self._replacement, self._is_wrong = primitive, replacement, is_wrong
-        self._uncacheable: set[Primitive] = _uncacheable_primitives if shares_operands else set()
+        # JAX's set, or an empty one if nothing is to change in it. When the process ends, this module's names are gone
+        # before the last patch is removed, so the object keeps it.
+        is_changed = shares_operands and primitive not in _uncacheable_primitives
+        self._uncacheable: set[Primitive] = _uncacheable_primitives if is_changed else set()
         # Tuples of a table of rules, JAX's entry in it, and the replacement. A tuple is added before its table changes,
         # so that an interrupt loses no entry.
         self._replaced: list[tuple[dict[Primitive, Any], object, object]] = []

@@ -13,7 +13,7 @@ A gather from a sharded operand, such as an embedding's table, can be wrong if i
 that shards neither the operand nor the indices along that axis. A scatter to a batch of tables ends the process if its
 result is sharded along the batch over a mesh dim that does not shard the updates along the batch.
 
-Private names, tested on JAX 0.9.2 and 0.10.2:
+Private names, tested on JAX 0.10.2:
 
     jax._src.interpreters.mlir.lower_jaxpr_to_module    lowers a program: its result has a `module`
     jaxlib.mlir.ir, jaxlib.mlir.dialects.sdy, .stablehlo  operations and their layouts

@@ -23,7 +23,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layoutmap.engines.jax.ambient import make_auto_axes_mesh, suspend_ambient_mesh
@@ -89,7 +89,7 @@ def make_closed_jaxpr(
 
 
 @functools.lru_cache(64)
-def _make_empty_debug_info(num_arguments: int) -> DebugInfo:
+def _make_empty_debug_info(num_arguments: int) -> Any:
     """Make empty debug information, which JAX requires, for this number of arguments."""
     return jax.make_jaxpr(lambda *_: [])(*(0 for _ in range(num_arguments))).jaxpr.debug_info
 

@@ -80,6 +80,7 @@ class _UnknownWeight(NamedTuple):
 _Roles = Iterator[tuple[_UnknownWeight, tuple[str, ...]]]
 
 
+# Lint and the list of replicated variables ask for the same variables, one after the other.
 @lru_cache(2)
 def infer_axis_roles(variables: tuple[VariableSpec, ...]) -> Mapping[tuple[str, str], InferredRoles]:
     """Return a dict from weight key to inferred roles, for weights of unknown use with roles that can be inferred."""

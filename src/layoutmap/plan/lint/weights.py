@@ -25,7 +25,7 @@ class Weight:
     gathered_dims: tuple[str, ...] = ()
     batch_dims: tuple[str, ...] = ()
     place: str = ""
-    """The path of the module that has the role of the layer in its block; "": that of the layer."""
+    """The path of a wrapper module in place of the layer in its block. `""`: the layer has no wrapper."""
 
     @property
     def path(self) -> str:
