@@ -3,8 +3,8 @@
 import pytest
 
 from layoutmap.core.mesh import Mesh
+from layoutmap.cost.extrapolation import cancel_negative_counts
 from layoutmap.cost.jax.counting import count_collectives
-from layoutmap.cost.jax.lowered import _cancel_negative_counts
 from layoutmap.cost.jax.partitioned import parse_partitioned_step
 from layoutmap.cost.jax.rewrites import rewrite_collectives, split_combined_all_reduces
 from layoutmap.cost.table import Collective
@@ -81,7 +81,7 @@ def test_causes_that_differ_between_two_and_three_blocks_leave_the_sums_right():
         Collective("all_gather", ("data",), 1, 32, "c"): 4,
         Collective("all_reduce", ("data",), 1, 64, "d"): 0,
     }
-    settled = {(each.cause, number) for each, number in _cancel_negative_counts(gathers | others)}
+    settled = {(each.cause, number) for each, number in cancel_negative_counts(gathers | others)}
     assert {("a", 8), ("c", 4)} == settled
 
 

@@ -29,7 +29,7 @@ from step_models import (
 
 import layoutmap as lm
 from layoutmap.adapters.jax import train_with
-from layoutmap.cost.jax.equal_blocks import make_comparable_attributes
+from layoutmap.cost.equal_blocks import make_comparable_attributes
 
 KERNEL = WIDTH * INNER * 4
 

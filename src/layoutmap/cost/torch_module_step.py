@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +13,22 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
+from layoutmap.adapters.torch.optimizer_hooks import mark_optimizer_checked
 from layoutmap.adapters.torch.options import TorchOptions
-from layoutmap.adapters.torch.paths import DescribedTensor, find_paths_by_module_id
+from layoutmap.adapters.torch.paths import DescribedTensor
 from layoutmap.adapters.torch.session import TorchSession
+from layoutmap.adapters.torch.structure import TORCH_ATTRIBUTES
 from layoutmap.adapters.torch.training import call_model, find_scalar_loss, get_training_settings
 from layoutmap.core.layout import Layout
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import BatchArraySpec, Key, TrainingStep
+from layoutmap.cost.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
+from layoutmap.cost.extrapolation import find_block_path
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.protocol import Engine
 from layoutmap.engines.torch.element_types import format_dtype
-from layoutmap.engines.torch.operators import Function
+from layoutmap.engines.torch.modules import list_modules
+from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import is_mapping, is_sequence
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs, computed with all of them on each device, stands for one"
@@ -53,7 +61,9 @@ def describe_training_step(
     inputs = step.inputs.items()
     batch = [BatchArraySpec(name, tuple(x.shape), format_dtype(x.dtype)) for name, x in inputs]
     specs = [entry.spec for entry in entries]
-    return TrainingStep(type(model).__name__, specs, batch, (), step.run_step, step.notes)
+    modules = [(path, module) for path, module in list_modules(model) if path]
+    blocks = find_stacks_of_equal_blocks(specs, modules, _make_comparable_settings)
+    return TrainingStep(type(model).__name__, specs, batch, blocks, step.run_step, step.notes)
 
 
 class _RunnableStep:
@@ -69,6 +79,7 @@ class _RunnableStep:
         self.optimizer = get_training_settings(model).make_optimizer
         self.notes = [] if self.optimizer is not None else [_NO_OPTIMIZER]  # running the step may add a note
         self._loss = loss
+        self._has_checked_optimizer = False  # the check is slow, so check the optimizer only in the first run
 
     def run_step(
         self, tracer: Any, values: Mapping[Key, DTensor], batch: Sequence[torch.Tensor]
@@ -76,20 +87,33 @@ class _RunnableStep:
         """Run a step and count it, without the creation of the optimizer's slots."""
         placed: list[tuple[DescribedTensor, DTensor, Layout]] = []
         for entry in self._entries:
-            value = values[entry.spec.key]
+            if (value := values.get(entry.spec.key)) is None:
+                continue  # a weight of a skipped block
             placed.append((entry, value, tracer.engine.get_layout(value)))
         context: Any = _CountingContext(tracer.policy, tracer.engine)
         TorchSession(context).install_arrays([self._model], placed)
-        paths = find_paths_by_module_id(self._model)
-        for module in self._model.modules():
-            _track_layer_calls(module, paths.get(id(module), ""), tracer)
-        trained = [p for p in self._model.parameters() if p.requires_grad]
-        optimizer = self.optimizer(trained) if self.optimizer is not None else None
-        with tracer:
+        skipped = tracer.blocks.skipped
+        parameters = [
+            (path, parameter)
+            for path, parameter in self._model.named_parameters()
+            if parameter.requires_grad and find_block_path(path, skipped) is None
+        ]
+        optimizer = self.optimizer([p for _, p in parameters]) if self.optimizer is not None else None
+        if optimizer is not None and self._has_checked_optimizer:
+            mark_optimizer_checked(optimizer)
+        with ExitStack() as stack:
+            for path, module in list_modules(self._model):
+                if find_block_path(path.rpartition(".")[0], skipped) is None:  # is not inside a skipped block
+                    stack.enter_context(_track_layer_calls(module, path, tracer))
+            stack.enter_context(tracer)
             self._compute_gradients(tracer, batch)
+            for path, parameter in parameters:
+                if parameter.grad is not None:
+                    tracer.record_gradient_path(parameter.grad, path)
             if optimizer is not None:
                 with tracer.mark_slot_creation():
                     optimizer.step()
+                self._has_checked_optimizer = True
                 with tracer.mark_optimizer_update():
                     optimizer.step()
         return {}
@@ -104,20 +128,32 @@ class _RunnableStep:
             value = sum(each.float().square().mean() for each in numbers)
         with tracer.count_in_phase("backward"):
             value.backward()
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                tracer.record_gradient_path(parameter.grad, name)
 
 
-def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> None:
-    """Register hooks that tell the tracer when `module`, at `path`, runs in the forward and the backward pass."""
+@contextmanager
+def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> Generator[None]:
+    """Tell the tracer when `module`, at `path`, runs, until the block ends. Skip its calls if the tracer says so."""
+    _, first_name, *_ = *inspect.signature(type(module).forward).parameters, ""
 
-    def enter_layer(*_: object) -> None:
+    def record_call(args: Args, kwargs: Kwargs) -> Args:
+        """Record the call for the comparison of blocks, and return its positional arguments."""
+        if not args and first_name in kwargs:  # the comparison needs the first argument
+            args, kwargs = (kwargs[first_name],), {n: v for n, v in kwargs.items() if n != first_name}
+        tracer.blocks.record_call(path, args, kwargs)
+        return args
+
+    def return_first_argument(*args: object, **kwargs: object) -> object:
+        return record_call(args, kwargs)[0]
+
+    def enter_layer(_module: object, args: Args, kwargs: Kwargs) -> None:
         tracer.layers.append(path)
+        tracer.layer_paths.add(path)
+        calls.append(record_call(args, kwargs))
 
     def leave_layer(_module: object, _args: object, output: object) -> None:
         tracer.layers.pop()
         tracer.last_layer = path or tracer.last_layer
+        tracer.blocks.record_output(path, calls.pop(), output)
 
         def set_current_layer(_: object) -> None:
             tracer.layers[:] = [path]
@@ -131,5 +167,28 @@ def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> None:
 
         map_tensors(watch_gradient, output)
 
-    module.register_forward_pre_hook(enter_layer)
-    module.register_forward_hook(leave_layer)
+    if path in tracer.blocks.skipped:
+        with set_attribute_temporarily(module, "forward", return_first_argument):
+            yield
+        return
+    calls: list[Args] = []  # arguments of the calls that run
+    hooks = (
+        module.register_forward_pre_hook(enter_layer, with_kwargs=True),
+        module.register_forward_hook(leave_layer),
+    )
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+_NAMES = TORCH_ATTRIBUTES | {"forward", "compile"}  # layoutmap sets the last two
+_INDEX_NAMES = frozenset(
+    f"{what}_{name}" for what in ("layer", "block") for name in ("idx", "id", "index", "number")
+)
+
+
+def _make_comparable_settings(module: torch.nn.Module) -> object:
+    """Return comparable attributes of a module without the number of its block, which its cost does not depend on."""
+    return module.training, make_comparable_attributes(module, _NAMES | _INDEX_NAMES)

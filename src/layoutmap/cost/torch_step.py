@@ -7,11 +7,12 @@ group is removed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +21,21 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
+from layoutmap.adapters.torch.boundary import map_tensors
 from layoutmap.core.errors import LayoutMapError, ScopeError
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
 from layoutmap.core.variables import Assignment, VariableSpec
+from layoutmap.cost.equal_blocks import BlockCallChecker, BlockDiffersFromFirstError
+from layoutmap.cost.extrapolation import (
+    BlockExtrapolation,
+    StepCounts,
+    cancel_negative_counts,
+    find_block_path,
+    merge_collectives_of_repeated_layers,
+)
 from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Phase, StepCost
 from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
@@ -35,6 +45,7 @@ from layoutmap.engines.torch.devices import discard_meshes_of_group
 from layoutmap.engines.torch.dtensor_ops import compute_global_shapes_in
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
+from layoutmap.engines.torch.gather import reduce_each_gradient_in, split_into_buckets
 from layoutmap.engines.torch.modes import TorchDispatchMode
 from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, can_return_view
 from layoutmap.engines.torch.simulation import FakeStore
@@ -67,43 +78,106 @@ class StepCostCounter:
 
     def __init__(self, step: TrainingStep):
         self._step = step
+        self._blocks = BlockExtrapolation(step)
+        self._layer_paths: set[str] = set()  # paths of the layers that ran
+        self._has_fused_attention = False
 
     def compute_cost(
         self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_peak_tensors: bool = False
     ) -> StepCost:
         """Return the cost of the step in these layouts. `with_peak_tensors` has no effect."""
-        with ExitStack() as stack:
-            stack.enter_context(_simulate_process_group(policy.mesh.size))
+        batch = [
+            Assignment(VariableSpec(b.name, b.shape, b.dtype), policy.derive_batch_layout(b.shape))
+            for b in self._step.batch
+        ]
+        layouts = {a.variable.key: a.layout for a in assignments}
+        with _simulate_process_group(policy.mesh.size):
             # Torch reads values when it makes a device mesh, so make it before tensors become fake.
             groups = _map_groups_to_dims(policy.mesh)
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            counter: Any = _OperationCounter(policy, groups)
-            stack.enter_context(compute_global_shapes_in(counter.pause))
-            values = {a.variable.key: _make_fake_dtensor(a) for a in assignments}
-            batch = [torch.empty(b.shape, dtype=find_torch_dtype(b.dtype, b.name)) for b in self._step.batch]
-            argument_bytes = sum(
-                Assignment(
-                    VariableSpec(b.name, b.shape, b.dtype), policy.derive_batch_layout(b.shape)
-                ).shard_bytes
-                for b in self._step.batch
-            )
-            argument_bytes += sum(a.shard_bytes for a in assignments)
-            for key, value in values.items():
-                counter.record_shard_path(get_local(value), key[1])
-            for each in batch:  # do not count its memory, because `argument_bytes` contains its shard
-                counter.record_shard_path(each, "")
-            with _translate_run_errors(self._step):
-                self._step.run(counter, values, batch)
-            collectives = tuple(counter.iterate_collectives())
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                counts = self._blocks.compute_counts(
+                    layouts,
+                    policy,
+                    lambda skipped: self._run_step(assignments, policy, groups, skipped),
+                    lambda: self._layer_paths,
+                    lambda counts: counts,
+                )
+        collectives = [replace(c, calls=number) for c, number in cancel_negative_counts(counts.collectives)]
+        combined = _combine_gradient_collectives(counts.gradients)
+        collectives = merge_collectives_of_repeated_layers([*collectives, *combined])
+        argument_bytes = sum(a.shard_bytes for a in (*assignments, *batch)) + counts.resident
         return StepCost(
             policy.mesh,
-            collectives,
-            {name: number for name, number in counter.flops.items() if number},
-            counter.traffic_bytes,
-            argument_bytes + counter.resident_bytes,
-            argument_bytes + counter.resident_bytes + counter.peak_bytes,
-            (_EAGER, _ACCUMULATED, *[FUSED_ATTENTION] * counter.has_fused_attention, *self._step.notes),
+            tuple(collectives),
+            {name: number for name, number in counts.flops.items() if number},
+            counts.traffic,
+            argument_bytes,
+            argument_bytes + _find_peak_bytes(counts, combined),
+            (_EAGER, _ACCUMULATED, *[FUSED_ATTENTION] * self._has_fused_attention, *self._step.notes),
         )
+
+    def _run_step(
+        self,
+        assignments: Sequence[Assignment],
+        policy: LayoutPolicy,
+        groups: Mapping[str, tuple[str, ...]],
+        skipped: Mapping[str, str],
+    ) -> StepCounts:
+        """Run the step without the `skipped` blocks, and return its counts."""
+        blocks = BlockCallChecker(skipped, _describe_structure)
+        counter: Any = _OperationCounter(policy, groups, blocks)
+        with (
+            compute_global_shapes_in(counter.pause),
+            reduce_each_gradient_in(counter.mark_gradient_reduction),
+            _translate_run_errors(self._step, blocks),
+        ):
+            variables = [a for a in assignments if find_block_path(a.variable.path, skipped) is None]
+            values = {a.variable.key: _make_fake_dtensor(a) for a in variables}
+            batch = [torch.empty(b.shape, dtype=find_torch_dtype(b.dtype, b.name)) for b in self._step.batch]
+            for key, value in values.items():
+                counter.record_shard_path(get_local(value), key[1])
+            for each in batch:  # do not count its memory, because the step's arguments contain its shard
+                counter.record_shard_path(each, "")
+            self._step.run(counter, values, batch)
+            blocks.check_call_counts()
+        self._has_fused_attention |= counter.has_fused_attention
+        self._layer_paths |= counter.layer_paths
+        return counter.make_step_counts()
+
+
+def _combine_gradient_collectives(gradients: Mapping[Collective, int]) -> list[Collective]:
+    """Return the all-reduces of concatenated gradients. The cause of each is its largest gradient."""
+    # Gradients of equal blocks are counted as those of one block, several times, so repeat them block by block.
+    runs = itertools.groupby(gradients.items(), key=lambda pair: pair[1])
+    ordered = (each for number, run in runs for each in [gradient for gradient, _ in run] * number)
+    groups: dict[object, list[Collective]] = {}
+    for each in ordered:
+        groups.setdefault((each.kind, each.dims, each.phase), []).append(each)
+    buckets = (
+        bucket
+        for group in groups.values()
+        for bucket in split_into_buckets(group, lambda each: each.tensor_bytes)
+    )
+    combined = Counter(
+        replace(
+            max(bucket, key=lambda each: each.tensor_bytes),
+            tensor_bytes=sum(each.tensor_bytes for each in bucket),
+        )
+        for bucket in buckets
+    )
+    return [replace(each, calls=number) for each, number in combined.items()]
+
+
+def _find_peak_bytes(counts: StepCounts, combined: Sequence[Collective]) -> int:
+    """Return the bytes at the peak of a step without its arguments.
+
+    The reduction of concatenated gradients needs two copies of them, and that of a single gradient two copies of it.
+    """
+    largest, largest_combined = (
+        max((each.tensor_bytes for each in found), default=0) for found in (counts.gradients, combined)
+    )
+    more = 2 * (largest_combined - largest)
+    return max((n + more * is_reduction for (*_, is_reduction), n in counts.peaks.items()), default=0)
 
 
 @contextmanager
@@ -127,12 +201,16 @@ def _simulate_process_group(num_processes: int) -> Generator[None]:
 
 
 @contextmanager
-def _translate_run_errors(step: TrainingStep) -> Generator[None]:
+def _translate_run_errors(step: TrainingStep, blocks: BlockCallChecker) -> Generator[None]:
     try:
         yield
-    except LayoutMapError:
-        raise
     except Exception as error:
+        if isinstance(error, LayoutMapError):
+            raise
+        if (
+            blocks.skipped
+        ):  # skipping may have caused the error, for example if other layers read a block's weights
+            raise BlockDiffersFromFirstError(blocks.differing_path or next(iter(blocks.skipped))) from error
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
             f"{step.name}: the training step fails with tensors that have no values",
@@ -173,6 +251,11 @@ class _ValueSource:
     causes: tuple[list[str], ...] = ()
 
 
+def _describe_structure(values: object) -> object:
+    """Return nested values with each tensor as its shape and dtype, to compare the calls of blocks."""
+    return map_tensors(lambda tensor: (tuple(tensor.shape), tensor.dtype), values)
+
+
 def _compute_num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -180,21 +263,26 @@ def _compute_num_bytes(tensor: torch.Tensor) -> int:
 class _OperationCounter(TorchDispatchMode):
     """Dispatch mode that counts the operations on this process's shards while it is active."""
 
-    def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]]):
+    def __init__(self, policy: LayoutPolicy, groups: Mapping[str, tuple[str, ...]], blocks: BlockCallChecker):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._is_paused = False
         self.policy = policy
         self._groups = groups
+        self.blocks = blocks
         self.engine: TorchEngine = engine()
         self.flops: dict[str, int] = {}
-        self.traffic_bytes = self.resident_bytes = self.peak_bytes = self._stored_bytes = 0
-        self._calls: list[tuple[CollectiveKind, tuple[str, ...], int, list[str], Phase]] = []
+        self.traffic_bytes = self.resident_bytes = self._stored_bytes = 0
+        # Most bytes, by phase, layer, and whether gradients are reduced.
+        self._peaks: dict[tuple[Phase, str, bool], int] = {}
+        self._reduces_gradients = False
+        self._calls: list[tuple[CollectiveKind, tuple[str, ...], int, list[str], Phase, bool]] = []
         self._storages: dict[Any, tuple[int, _ValueSource]] = {}
         self._num_computed = 0
         self._paths_by_storage: dict[Any, str] = {}
         self._phase: Phase = "forward"
         self.layers: list[str] = []
         self.last_layer = ""
+        self.layer_paths: set[str] = set()
         self.watched_nodes: set[object] = set()
         self.has_fused_attention = False  # whether the step called fused attention
 
@@ -212,6 +300,10 @@ class _OperationCounter(TorchDispatchMode):
         """Count operations as those of a phase of the step until the block ends."""
         return set_attribute_temporarily(self, "_phase", name)
 
+    def mark_gradient_reduction(self) -> AbstractContextManager[None]:
+        """Count collectives as those of single gradients until the block ends."""
+        return set_attribute_temporarily(self, "_reduces_gradients", True)
+
     def mark_optimizer_update(self) -> AbstractContextManager[None]:
         """Count operations as the optimizer's update until the block ends."""
         return self.count_in_phase("optimizer")
@@ -222,10 +314,10 @@ class _OperationCounter(TorchDispatchMode):
 
         Other counts do not change.
         """
-        stored, peak, traffic = self._stored_bytes, self.peak_bytes, self.traffic_bytes
+        stored, peaks, traffic = self._stored_bytes, dict(self._peaks), self.traffic_bytes
         flops, num_calls = dict(self.flops), len(self._calls)
         yield
-        self.flops, self.traffic_bytes, self.peak_bytes = flops, traffic, peak
+        self.flops, self.traffic_bytes, self._peaks = flops, traffic, peaks
         del self._calls[num_calls:]
         self.resident_bytes += self._stored_bytes - stored
 
@@ -235,11 +327,24 @@ class _OperationCounter(TorchDispatchMode):
         for cause in source.causes:
             cause[0] = path
 
-    def iterate_collectives(self) -> Iterator[Collective]:
-        """Yield the counted collectives. Equal collectives are merged."""
-        counts = Counter[Any]((*call[:3], *call[3], call[4]) for call in self._calls)
-        for (kind, dims, num_bytes, cause, phase), number in counts.items():
-            yield Collective(kind, dims, number, num_bytes, cause, phase)
+    def make_step_counts(self) -> StepCounts:
+        """Return the counts of the operations so far."""
+        collectives, gradients = (
+            Counter(
+                Collective(kind, dims, 1, num_bytes, *cause, phase)
+                for kind, dims, num_bytes, cause, phase, is_gradient in self._calls
+                if is_gradient == is_single
+            )
+            for is_single in (False, True)
+        )
+        return StepCounts(
+            collectives,
+            gradients,
+            self.flops,
+            self.traffic_bytes,
+            self._peaks,
+            resident=self.resident_bytes,
+        )
 
     # -- called by torch's dispatcher
 
@@ -293,8 +398,7 @@ class _OperationCounter(TorchDispatchMode):
                 found.append(self._storages[key][1])
         first = next((each for each in found if each.path or each.causes), _ValueSource())
         last = max(found, key=lambda each: each.number, default=first)
-        # One collective reduces all gradients that `cat` concatenates, so it has no single cause.
-        return replace(last, path=first.path, causes=() if name == "cat" else first.causes)
+        return replace(last, path=first.path, causes=first.causes)
 
     def _add_collective(
         self, name: str, args: Args, kwargs: Kwargs, inputs: Sequence[torch.Tensor], source: _ValueSource
@@ -309,7 +413,7 @@ class _OperationCounter(TorchDispatchMode):
         num_bytes = max(map(_compute_num_bytes, inputs))
         if name == "all_gather_into_tensor":
             num_bytes *= size
-        self._calls.append((kind, dims, num_bytes, cause, self._phase))
+        self._calls.append((kind, dims, num_bytes, cause, self._phase, self._reduces_gradients))
         return replace(source, causes=(*source.causes, cause))
 
     def _find_collective_dims_and_group_size(self, args: Args) -> tuple[tuple[str, ...], int]:
@@ -342,7 +446,8 @@ class _OperationCounter(TorchDispatchMode):
         num_bytes = storage.nbytes()
         self._storages[key] = num_bytes, source or computed
         self._stored_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._stored_bytes - self.resident_bytes)
+        when = self._phase, self._current_layer, self._reduces_gradients
+        self._peaks[when] = max(self._peaks.get(when, 0), self._stored_bytes - self.resident_bytes)
         # A view keeps the storage alive, so count the memory until the storage, not the tensor, is freed.
         weakref.finalize(storage, self._release_memory, key)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from layoutmap.core.errors import LayoutMapError, RuleError, format_count
@@ -99,9 +99,13 @@ class Rules(MutableMapping[str, Layout]):
               also matches  rule 2  d1.*: would give (model, unsharded)
               change it     change rule 1, or add a rule before it: the first rule that matches wins
         """
+        found = self.match_quickly(path)
+        return found if found.rule else replace(found, near_misses=tuple(find_nearest_candidates(path, self)))
+
+    def match_quickly(self, path: str) -> Match:
+        """Return the same as `match`, but without near misses, which take long to find."""
         won, *lost = self.matching_rules(path) or [None]
-        near = () if won else tuple(find_nearest_candidates(path, self))
-        return Match(path, won, tuple(rule for rule in lost if rule), near, self._otherwise)
+        return Match(path, won, tuple(rule for rule in lost if rule), otherwise=self._otherwise)
 
     def matching_rules(self, path: str) -> list[Rule]:
         """Return all rules that match a path, the winner first."""

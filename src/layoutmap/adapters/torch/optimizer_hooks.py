@@ -104,7 +104,11 @@ def _check_optimizer_can_be_sharded(optimizer: torch.optim.Optimizer, parameter:
             gather,
         )
     check_slots_match_unsharded(optimizer)
-    # The comparison needs a collective, so record that it is done, and repeat it only for new groups.
+    mark_optimizer_checked(optimizer)  # the comparison needs a collective, so repeat it only for new groups
+
+
+def mark_optimizer_checked(optimizer: torch.optim.Optimizer) -> None:
+    """Skip the checks of an optimizer before its steps, until it gets another parameter group."""
     _num_compared_groups[optimizer] = len(optimizer.param_groups)
 
 

@@ -4,51 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
 
 from layoutmap.core.paths import replace_numbers_with_stars
+from layoutmap.cost.extrapolation import StepCounts
 from layoutmap.cost.jax.graph import Block, Op, Value, get_derived_results, get_source_operand
 from layoutmap.cost.jax.memory import COLLECTIVE_NAMES, compute_memory_per_order, is_remat_barrier
 from layoutmap.cost.jax.rewrites import MOVES
 from layoutmap.cost.table import Collective, PeakTensorKind, Phase
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """Collectives, FLOPs, and bytes of one step on one device."""
-
-    # number of calls by collective; in these keys, the field `calls` is always 1
-    collectives: Mapping[Collective, int] = field(default_factory=dict[Collective, int])
-    flops: Mapping[str, int] = field(default_factory=dict[str, int])  # FLOPs by element type
-    traffic: int = 0
-    # peak bytes without the arguments, by order, layer, and phase; order 0 computes weight gradients last, and 1 first
-    peaks: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    # bytes of tensors at each peak; a key joins the peak's key and a description of tensors; empty unless requested
-    held: Mapping[Any, int] = field(default_factory=dict[Any, int])
-    compiled_bytes: int = 0  # peak of the step that XLA has compiled, without the arguments; 0: unknown
-    recomputes: bool = False  # whether activations are recomputed outside of loops
-
-    def __sub__(self, other: StepCounts) -> StepCounts:
-        return self.sum_with_scaled_counts(other, -1)
-
-    def sum_with_scaled_counts(self, other: StepCounts, times: int) -> StepCounts:
-        """Return these counts plus `times` times the counts of `other`."""
-        return StepCounts(
-            _sum_with_scaled_values(self.collectives, other.collectives, times),
-            _sum_with_scaled_values(self.flops, other.flops, times),
-            self.traffic + other.traffic * times,
-            _sum_with_scaled_values(self.peaks, other.peaks, times),
-            _sum_with_scaled_values(self.held, other.held, times),
-            self.compiled_bytes + other.compiled_bytes * times,
-            self.recomputes,
-        )
-
-
-def _sum_with_scaled_values(
-    first: Mapping[Any, int], second: Mapping[Any, int], times: int
-) -> dict[Any, int]:
-    return {key: first.get(key, 0) + second.get(key, 0) * times for key in {**first, **second}}
 
 
 def compute_step_counts(
@@ -74,8 +37,14 @@ def compute_step_counts(
         for key, found in memory.held_bytes.items()
         for what, num_bytes in found.items()
     }
-    counts = _count_collectives_by_cause(block, causes), count_flops(block), traffic, peaks, held
-    return StepCounts(*counts, recomputes=any(map(is_remat_barrier, block.ops)))
+    return StepCounts(
+        _count_collectives_by_cause(block, causes),
+        flops=count_flops(block),
+        traffic=traffic,
+        peaks=peaks,
+        held=held,
+        recomputes=any(map(is_remat_barrier, block.ops)),
+    )
 
 
 def count_flops(block: Block) -> Mapping[str, int]:

@@ -20,7 +20,7 @@ from layoutmap.adapters.keras.protocol import KerasSession
 from layoutmap.adapters.keras.training import has_custom_train_step
 from layoutmap.core.steps import BatchArraySpec, Key, StepTracer, TrainingStep
 from layoutmap.core.variables import Kind
-from layoutmap.cost.jax.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
+from layoutmap.cost.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
 from layoutmap.engines.patches import AttributePatch, PatchGroup
 
 Loss = Callable[..., Any]

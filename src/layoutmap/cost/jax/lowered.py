@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,20 +22,28 @@ from layoutmap.core.errors import EngineError, LayoutMapError, ScopeError, join_
 from layoutmap.core.garbage import pause_garbage_collection
 from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
-from layoutmap.core.paths import find_repeated_layers, replace_numbers_with_stars
+from layoutmap.core.paths import find_repeated_layers
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import BatchArraySpec, Key, TrainingStep
 from layoutmap.core.variables import Assignment, Kind, VariableSpec
+from layoutmap.cost.equal_blocks import BlockCallChecker, BlockDiffersFromFirstError
+from layoutmap.cost.extrapolation import (
+    BlockExtrapolation,
+    StepCounts,
+    cancel_negative_counts,
+    find_block_path,
+    merge_collectives_of_repeated_layers,
+)
 from layoutmap.cost.jax.attention import label_and_count_attention_calls
 from layoutmap.cost.jax.compiled import CompiledStep, compile_modules, partition_modules
-from layoutmap.cost.jax.counting import StepCounts, compute_step_counts, count_collectives, count_flops
+from layoutmap.cost.jax.counting import compute_step_counts, count_collectives, count_flops
 from layoutmap.cost.jax.explicit_axes import translate_sharding_refusals
 from layoutmap.cost.jax.graph import LAYER, UPDATE, parse_op_origin
 from layoutmap.cost.jax.memory import estimate_memory_upper_bound
 from layoutmap.cost.jax.partitioned import parse_partitioned_step
 from layoutmap.cost.jax.rewrites import rewrite_collectives, split_combined_all_reduces
 from layoutmap.cost.jax.targets import find_target
-from layoutmap.cost.table import COMPILED, PARTITIONED, Collective, PeakTensors, StepCost
+from layoutmap.cost.table import COMPILED, PARTITIONED, PeakTensors, StepCost
 from layoutmap.cost.verified import Verified
 from layoutmap.engines.jax import shardy
 from layoutmap.engines.jax.ambient import make_abstract_mesh, use_mesh
@@ -44,17 +52,12 @@ from layoutmap.engines.jax.corrections import correct_lowering_without_devices_t
 from layoutmap.engines.jax.devices import make_partition_spec
 from layoutmap.engines.jax.programs import suspend_jax_context
 
-_KEPT = 2  # number of equal blocks that are always traced: the first and the last one
 
-
-# Tracing is slow, so the model is traced with two and with three of its equal blocks, and the cost of more blocks is
-# extrapolated (decisions/0156).
+# Tracing is slow, so few of the model's equal blocks are traced (decisions/0156).
 class StepCostCounter:
     """Training step on JAX that is traced once without layouts, so that its cost in any layouts is quick to compute.
 
-    Of each stack of equal blocks, two and three are traced, and the third one's cost is added for each further block.
-    If layouts differ within a stack, all of its blocks are traced. `remat` selects layers that recompute activations:
-    `"blocks"` or a regex.
+    `remat` selects layers that recompute activations: `"blocks"` or a regex.
     """
 
     def __init__(self, step: TrainingStep, remat: str | None = None, fuse_attention: bool = False):
@@ -66,7 +69,7 @@ class StepCostCounter:
         self._modules: dict[tuple[frozenset[str], Hashable], _LoweredModule] = {}
         self._needs_mesh = False  # whether the user's code of the step names mesh dims
         self._compiled: dict[tuple[bytes, int, str], CompiledStep] = {}  # keys: module hash, devices, target
-        self._unequal_stacks: set[int] = set()  # indices of stacks whose blocks turned out to be unequal
+        self._blocks = BlockExtrapolation(step)
 
     def compute_cost(
         self,
@@ -85,7 +88,13 @@ class StepCostCounter:
                 fix=f"leave target out, or print lowered.verify(.., target={target!r})",
             )
         layouts = {a.variable.key: a.layout for a in assignments}
-        counts = self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
+        counts = self._blocks.compute_counts(
+            layouts,
+            policy,
+            lambda skipped: self._lower_with_cache(skipped, layouts, policy),
+            lambda: {path for module in self._modules.values() for path in module.output_shapes},
+            lambda modules: self._count_modules(modules, layouts, policy, with_peak_tensors, target, on_wait),
+        )
         batch = [
             Assignment(
                 VariableSpec(each.name, each.shape, _canonicalize_dtype(each.dtype)),
@@ -98,7 +107,7 @@ class StepCostCounter:
         arguments = sum(
             a.device_bytes if a.variable.kind is Kind.SLOT else a.shard_bytes for a in (*assignments, *batch)
         )
-        balanced = _cancel_negative_counts(counts.collectives)
+        balanced = cancel_negative_counts(counts.collectives)
         collectives = [replace(each, calls=number) for each, number in balanced]
         peaks = [0, 0]
         for (order, *_), peak in counts.peaks.items():
@@ -112,7 +121,7 @@ class StepCostCounter:
             held = tuple(each for each, num in zip(held, sums, strict=True) if num <= counts.compiled_bytes)
         return StepCost(
             policy.mesh,
-            tuple(_merge_collectives_of_repeated_layers(collectives)),
+            tuple(merge_collectives_of_repeated_layers(collectives)),
             {dtype: number for dtype, number in counts.flops.items() if number},
             counts.traffic,
             arguments,
@@ -140,55 +149,25 @@ class StepCostCounter:
         parts += sorted(str(module.module) for module in self._modules.values())
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
-    def _extrapolate_counts(
+    def _count_modules(
         self,
+        modules: Sequence[_LoweredModule],
         layouts: Mapping[Key, Layout],
         policy: LayoutPolicy,
         with_peak_tensors: bool,
         target: str | None,
         on_wait: Callable[[], object],
-    ) -> StepCounts:
-        """Return the counts of a step, extrapolated from steps with two and three blocks of each equal stack."""
-        equal = self._find_equal_stack_indices(layouts, policy)
-        sizes = sorted({len(self._step.blocks[number]) for number in equal})
-        kept = [dict.fromkeys(equal, _KEPT)]
-        kept += [{n: _KEPT + (len(self._step.blocks[n]) == size) for n in equal} for size in sizes]
-        try:
-            modules = [
-                self._lower_with_cache(self._map_skipped_blocks_to_first(each), layouts, policy)
-                for each in kept
-            ]
-        except _BlockDiffersFromFirstError as error:
-            index = next(n for n, stack in enumerate(self._step.blocks) if error.path in stack)
-            self._unequal_stacks.add(index)
-            return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
-        # Only tracing finds the layers inside blocks. If rules for these layers make blocks unequal, count again.
-        if self._find_equal_stack_indices(layouts, policy) != equal:
-            return self._extrapolate_counts(layouts, policy, with_peak_tensors, target, on_wait)
+    ) -> list[StepCounts]:
         given = [
             shardy.serialize_module(self._make_module_with_layouts(each, layouts, policy)) for each in modules
         ]
-        texts = partition_modules(given, policy.mesh.size, on_wait)
         size = policy.mesh.size
+        texts = partition_modules(given, size, on_wait)
         compiled = self._compile_new_modules(given, size, target, on_wait) if target else [None] * len(given)
-        low, *high = (
+        return [
             self._count_partitioned_module(text, each, policy, with_peak_tensors, of)
             for text, each, of in zip(texts, modules, compiled, strict=True)
-        )
-        total = low
-        for size, more in zip(sizes, high, strict=True):
-            total = total.sum_with_scaled_counts(more - low, size - _KEPT)
-        peaks = {key: total.peaks[key] for key in low.peaks}
-        return replace(total, peaks=peaks)
-
-    def _map_skipped_blocks_to_first(self, num_kept_by_stack: Mapping[int, int]) -> dict[str, str]:
-        """Map each skipped block to the first block of its stack. `num_kept_by_stack` counts the other blocks."""
-        blocks = self._step.blocks
-        return {
-            path: blocks[n][0]
-            for n, number in num_kept_by_stack.items()
-            for path in blocks[n][number - 1 : -1]
-        }
+        ]
 
     @pause_garbage_collection()
     def _count_partitioned_module(
@@ -215,29 +194,6 @@ class StepCostCounter:
             flops=count_flops(block),
             compiled_bytes=compiled.peak_bytes - compiled.argument_bytes,
         )
-
-    def _find_equal_stack_indices(self, layouts: Mapping[Key, Layout], policy: LayoutPolicy) -> list[int]:
-        """Return the indices of the stacks where all blocks have equal layouts, and therefore equal costs."""
-        contents: dict[str, list[object]] = {path: [] for stack in self._step.blocks for path in stack}
-        for variable in self._step.variables:
-            if (block := _find_block_path(variable, contents)) is not None:
-                inner = (variable.parent or variable.path)[len(block) :]
-                contents[block].append((inner, variable.kind, layouts[variable.key].sharding_specs))
-        return [
-            index
-            for index, stack in enumerate(self._step.blocks)
-            if index not in self._unequal_stacks
-            and all(contents[path] == contents[stack[0]] for path in stack)
-            and all(self._has_same_output_layouts(stack[0], path, policy) for path in stack)
-        ]
-
-    def _has_same_output_layouts(self, first: str, path: str, policy: LayoutPolicy) -> bool:
-        if policy.activations is None:
-            return True
-        paths = {first, *(p for lowered in self._modules.values() for p in lowered.output_shapes)}
-        below = [p[len(first) :] for p in paths if f"{p}.".startswith(f"{first}.")]
-        layout_of = policy.find_activation_layout
-        return all(layout_of(f"{first}{p}") == layout_of(f"{path}{p}") for p in below)
 
     def _make_module_with_layouts(
         self, lowered: _LoweredModule, layouts: Mapping[Key, Layout], policy: LayoutPolicy
@@ -346,19 +302,6 @@ def _make_remat_predicate(step: TrainingStep, remat: str | None) -> Callable[[st
     return lambda path: pattern.match(path) is not None
 
 
-class _BlockDiffersFromFirstError(Exception):
-    """Raised when a block cannot be skipped because it behaves differently from the first block of its stack."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-
-def _find_block_path(variable: VariableSpec, blocks: Mapping[str, object]) -> str | None:
-    path = variable.parent or variable.path
-    parts = path.split(".")
-    return next((p for n in range(len(parts), 0, -1) if (p := ".".join(parts[:n])) in blocks), None)
-
-
 @dataclass(frozen=True)
 class _LoweredModule:
     module: Any  # module of a step without its skipped blocks
@@ -394,10 +337,11 @@ def _lower_without_skipped_blocks(
     `skipped` maps the path of each to that of an equal block. `layouts` is None unless the code names mesh dims or axes
     are explicit. Without layouts, the outputs of layers are marked, so that layouts can be added later.
     """
-    variables = [v for v in step.variables if _find_block_path(v, skipped) is None]
-    unread = [v for v in step.variables if _find_block_path(v, skipped) is not None]
+    variables = [v for v in step.variables if find_block_path(v.parent or v.path, skipped) is None]
+    unread = [v for v in step.variables if find_block_path(v.parent or v.path, skipped) is not None]
     keys = [variable.key for variable in variables]
-    tracer = _LayerTracer(skipped, is_recomputed_path, policy=None if layouts is None else policy)
+    blocks = BlockCallChecker(skipped, _make_comparable_structure)
+    tracer = _LayerTracer(blocks, is_recomputed_path, policy=None if layouts is None else policy)
     mesh = make_abstract_mesh(policy.mesh)
 
     def make_shape_struct(each: VariableSpec | BatchArraySpec, layout: Layout) -> jax.ShapeDtypeStruct:
@@ -423,7 +367,7 @@ def _lower_without_skipped_blocks(
         options: dict[str, Any] = {} if layouts is not None else {"in_shardings": _ABSTRACT}
         traced = jax.jit(run_step, keep_unused=True, **options).trace(values, batch, others)
         _check_skipped_blocks_are_unread(traced.jaxpr.jaxpr, unread, skipped)
-        tracer.check_call_counts_of_skipped_blocks()
+        tracer.blocks.check_call_counts()
         with jax.default_device(_StandInDevice()):
             module = traced.lower(lowering_platforms=(_StandInDevice.platform,)).compiler_ir("stablehlo")
     if is_recomputed_path and not tracer.recomputed:
@@ -442,8 +386,8 @@ def _check_skipped_blocks_are_unread(
     """Raise if other layers read variables of a skipped block, because the gradients of these would be missing."""
     _, is_used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     for variable, is_read in zip(unread, is_used[len(is_used) - len(unread) :], strict=True):
-        if is_read and (block := _find_block_path(variable, skipped)) is not None:
-            raise _BlockDiffersFromFirstError(block)
+        if is_read and (block := find_block_path(variable.parent or variable.path, skipped)) is not None:
+            raise BlockDiffersFromFirstError(block)
 
 
 def _convert_to_jax_dtype(name: str) -> jax.typing.DTypeLike:
@@ -464,9 +408,9 @@ def _translate_trace_errors(step: TrainingStep, tracer: _LayerTracer) -> Generat
     try:
         yield
     except Exception as error:
-        if tracer.differing_block_path:  # Keras has replaced the tracer's exception, so raise it again
-            raise _BlockDiffersFromFirstError(tracer.differing_block_path) from None
-        if isinstance(error, LayoutMapError | _BlockDiffersFromFirstError):
+        if tracer.blocks.differing_path:  # Keras has replaced the tracer's exception, so raise it again
+            raise BlockDiffersFromFirstError(tracer.blocks.differing_path) from None
+        if isinstance(error, LayoutMapError | BlockDiffersFromFirstError):
             raise
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         raise ScopeError(
@@ -502,17 +446,13 @@ def _make_no_attention_call_error(step: TrainingStep) -> ScopeError:
 class _LayerTracer:
     """Tracer that marks outputs of layers, and skips blocks that are called like the first block of their stack."""
 
-    skipped: Mapping[str, str]
+    blocks: BlockCallChecker
     is_recomputed_path: Callable[[str], bool] | None = None
     recomputed: bool = False
     output_shapes: dict[str, list[tuple[int, ...]]] = field(default_factory=dict[str, list[tuple[int, ...]]])
     unread: Mapping[Key, object] = field(default_factory=dict[Key, object])
-    differing_block_path: str = ""
     # Policy for the layouts of outputs during tracing; None: the step is traced without layouts.
     policy: LayoutPolicy | None = None
-    _calls: dict[str, list[object]] = field(default_factory=dict[str, list[object]])
-    # Paths of layers whose outputs differ in shape from their inputs.
-    _changing: set[str] = field(default_factory=set[str])
     _is_inside: bool = False
 
     def should_recompute(self, path: str) -> bool:
@@ -521,30 +461,17 @@ class _LayerTracer:
     def call_layer(
         self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> object:
-        calls = self._calls.setdefault(path, [])
-        calls.append(_make_comparable_structure((args, kwargs)))
-        if path in self.skipped:
-            first_path = self.skipped[path]
-            if first_path in self._changing or calls != self._calls.get(first_path, [])[: len(calls)]:
-                self.differing_block_path = path
-                raise _BlockDiffersFromFirstError(path)
+        if self.blocks.record_call(path, args, kwargs):
             return args[0]
         with jax.named_scope(f"{LAYER}{path}"):
             found = self._call_unskipped_layer(path, function, args, kwargs)
             leaves, tree = jax.tree.flatten(found)
-            if not args or _make_comparable_structure(found) != _make_comparable_structure(args[0]):
-                self._changing.add(path)
+            self.blocks.record_output(path, args, found)
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
             self.output_shapes[path] = [tuple(each.shape) for each in arrays]
             if self.policy is None:
                 return jax.tree.unflatten(tree, [_insert_layer_output_marker(each) for each in leaves])
             return jax.tree.unflatten(tree, _constrain_output_leaves(leaves, self.policy, path))
-
-    def check_call_counts_of_skipped_blocks(self) -> None:
-        """Raise if a skipped block is not called as often as the first block of its stack."""
-        for path, first_path in self.skipped.items():
-            if len(self._calls.get(path, [])) != len(self._calls.get(first_path, [])):
-                raise _BlockDiffersFromFirstError(path)
 
     def _call_unskipped_layer(
         self, path: str, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
@@ -606,38 +533,3 @@ def _insert_layer_output_marker(array: object) -> object:
         return array
     open_axes = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
     return jax.lax.with_sharding_constraint(array, NamedSharding(_MARKED, open_axes))
-
-
-def _cancel_negative_counts(num_calls: Mapping[Collective, int]) -> Iterator[tuple[Collective, int]]:
-    """Yield collectives with numbers of calls, after subtracting negative numbers from equal ones of another cause.
-
-    The extrapolated number of calls is negative if a collective has another cause in three blocks than in two. Then the
-    number for the other cause is too high by as many calls.
-    """
-    same: dict[Any, list[tuple[Collective, int]]] = {}
-    for each, number in num_calls.items():
-        same.setdefault((each.kind, each.dims, each.group, each.tensor_bytes), []).append((each, number))
-    for group in same.values():
-        short = -sum(number for _, number in group if number < 0)
-        for each, number in sorted(group, key=lambda pair: pair[1]):
-            taken = min(max(number, 0), short)
-            short -= taken
-            if number > taken:
-                yield each, number - taken
-
-
-def _merge_collectives_of_repeated_layers(collectives: Sequence[Collective]) -> list[Collective]:
-    """Merge equal collectives of repeated layers, with `*` for the layer's number. Return all collectives."""
-    groups: dict[Any, list[Collective]] = {}
-    for each in collectives:
-        cause = replace_numbers_with_stars(each.cause)
-        key = each.kind, each.dims, each.tensor_bytes, cause, each.phase, each.group
-        groups.setdefault(key, []).append(each)
-    return [
-        same[0]
-        if len(same) == 1
-        else replace(
-            same[0], calls=sum(each.calls for each in same), cause=replace_numbers_with_stars(same[0].cause)
-        )
-        for same in groups.values()
-    ]

@@ -24,7 +24,7 @@ from layoutmap.core.arguments import describe_type
 from layoutmap.core.errors import ScopeError, join_names, shorten_repr
 from layoutmap.core.steps import BatchArraySpec, Key, StepTracer, TrainingStep
 from layoutmap.core.variables import Kind, VariableSpec
-from layoutmap.cost.jax.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
+from layoutmap.cost.equal_blocks import find_stacks_of_equal_blocks, make_comparable_attributes
 
 _NO_LOSS = "no loss is known: the mean of the squared outputs stands for one"
 _RECOMPUTE = "In flax.nnx: write @nnx.remat above the __call__ of their class."

@@ -13,3 +13,5 @@ from layoutmap.engines.torch.gather.fsdp_saved import save_tensors_as_references
 from layoutmap.engines.torch.gather.fully_shard import GatherUnit as GatherUnit
 from layoutmap.engines.torch.gather.fully_sharded import find_fully_sharded_dims as find_fully_sharded_dims
 from layoutmap.engines.torch.gather.gradients import GradientReducer as GradientReducer
+from layoutmap.engines.torch.gather.gradients import reduce_each_gradient_in as reduce_each_gradient_in
+from layoutmap.engines.torch.gather.gradients import split_into_buckets as split_into_buckets

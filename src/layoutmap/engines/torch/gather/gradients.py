@@ -10,14 +10,17 @@ A program's own hooks of a parameter read its gradient during the pass, so that 
 from __future__ import annotations
 
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import RemovableHandle
 
+from layoutmap.engines.patches import AttributePatch
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass_id
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -33,6 +36,7 @@ from layoutmap.engines.torch.specs import (
     make_dtensor,
 )
 
+V = TypeVar("V")
 _MAX_BYTES_PER_COLLECTIVE = 256 << 20  # largest number of bytes of gradients in one collective
 
 
@@ -188,23 +192,53 @@ def _reduce_over_mesh_dim(parameters: list[DTensor], mesh_dim: int) -> None:
             key = gradient.placements[mesh_dim], gradient.dtype, id(parameter) if is_alone else 0
             alike.setdefault(key, []).append(parameter)
     for (partial, *_), waiting in alike.items():
-        for some in _split_into_buckets(waiting):
+        for some in split_into_buckets(waiting, _compute_gradient_bytes):
             _reduce_concatenated_gradients(some, mesh_dim, partial.reduce_op)
 
 
-def _split_into_buckets(parameters: list[DTensor]) -> Iterable[list[DTensor]]:
-    """Yield parameters in batches with at most `_MAX_BYTES_PER_COLLECTIVE` of gradients each."""
-    some: list[DTensor] = []
+def split_into_buckets(values: Iterable[V], compute_num_bytes: Callable[[V], int]) -> Iterator[list[V]]:
+    """Yield the gradients that one collective reduces: in their order, with a limited number of bytes.
+
+    Args:
+        values: The gradients, or objects that stand for them.
+        compute_num_bytes: Returns the number of bytes of each on a device.
+    """
+    some: list[V] = []
     size = 0
-    for parameter in parameters:
-        spec = get_spec(parameter.grad)
-        more = math.prod(compute_largest_shard_shape(spec)) * get_meta(spec).dtype.itemsize
+    for value in values:
+        more = compute_num_bytes(value)
         if some and size + more > _MAX_BYTES_PER_COLLECTIVE:
             yield some
             some, size = [], 0
-        some.append(parameter)
+        some.append(value)
         size += more
-    yield some
+    if some:
+        yield some
+
+
+def _compute_gradient_bytes(parameter: DTensor) -> int:
+    spec = get_spec(parameter.grad)
+    return math.prod(compute_largest_shard_shape(spec)) * get_meta(spec).dtype.itemsize
+
+
+@contextmanager
+def reduce_each_gradient_in(make_context: Callable[[], AbstractContextManager[object]]) -> Generator[None]:
+    """Until the block ends, reduce each gradient on its own, in a context of this kind, so that it can be counted."""
+
+    def wrap_reduction(reduce: Callable[[list[DTensor], int], None]) -> Callable[[list[DTensor], int], None]:
+        def reduce_each(parameters: list[DTensor], mesh_dim: int) -> None:
+            for parameter in parameters:
+                with make_context():
+                    reduce([parameter], mesh_dim)
+
+        return reduce_each
+
+    patch = AttributePatch(sys.modules[__name__], _reduce_over_mesh_dim.__name__, wrap_reduction)
+    try:
+        patch.install()
+        yield
+    finally:
+        patch.remove()
 
 
 def _reduce_concatenated_gradients(parameters: list[DTensor], mesh_dim: int, reduce_op: str) -> None:

@@ -1,16 +1,92 @@
-"""Find equal blocks of a model, so that only a few of them are traced with a step."""
+"""Find equal blocks of a model, and check that a step calls them equally, so that it runs only a few of them."""
 
 from __future__ import annotations
 
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from layoutmap.core.variables import VariableSpec
 
 _FEWEST = 3
 _ABSENT = object()
+
+
+class BlockDiffersFromFirstError(Exception):
+    """Raised if a skipped block is not called like the first block of its stack.
+
+    Args:
+        path: The path of the skipped block.
+    """
+
+    def __init__(self, path: str):
+        super().__init__(path)
+        self.path = path
+
+
+class BlockCallChecker:
+    """Check that a step calls each skipped block like the first block of its stack.
+
+    Args:
+        skipped: Dict from the path of each skipped block to the path of the first block of its stack.
+        make_comparable: Returns the structure of values, with tensors as shape and dtype.
+
+    Attributes:
+        skipped: See above.
+        differing_path: Path of a skipped block that differs; empty: none is known.
+    """
+
+    def __init__(self, skipped: Mapping[str, str], make_comparable: Callable[[Any], object]):
+        self.skipped = skipped
+        self.differing_path = ""
+        self._make_comparable = make_comparable
+        self._calls: dict[str, list[object]] = {path: [] for path in (*skipped, *skipped.values())}
+        self._changing: set[str] = (
+            set()
+        )  # paths of blocks whose output has another structure than their input
+
+    def record_call(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+        """Record the arguments of a layer, and return whether to skip the call and return its first argument.
+
+        Raises:
+            BlockDiffersFromFirstError: The layer is a skipped block that is not called like the first one.
+        """
+        if (calls := self._calls.get(path)) is None:
+            return False
+        calls.append(self._make_comparable((args, kwargs)))
+        if path not in self.skipped:
+            return False
+        first = self.skipped[path]
+        if not args or first in self._changing or calls != self._calls[first][: len(calls)]:
+            self.raise_difference(path)
+        return True
+
+    def record_output(self, path: str, args: Sequence[object], output: object) -> None:
+        """Record the output of a layer that was not skipped. Its arguments are `args`."""
+        if path in self._calls and (
+            not args or self._make_comparable(output) != self._make_comparable(args[0])
+        ):
+            self._changing.add(path)
+
+    def check_call_counts(self) -> None:
+        """Raise if a skipped block is not called as often as the first block of its stack.
+
+        Raises:
+            BlockDiffersFromFirstError: See above.
+        """
+        for path, first in self.skipped.items():
+            if len(self._calls[path]) != len(self._calls[first]):
+                self.raise_difference(path)
+
+    def raise_difference(self, path: str) -> NoReturn:
+        """Record that a skipped block differs, and raise the error that says so.
+
+        Raises:
+            BlockDiffersFromFirstError: Always.
+        """
+        self.differing_path = path
+        raise BlockDiffersFromFirstError(path)
 
 
 def find_stacks_of_equal_blocks(
