@@ -1,5 +1,6 @@
 """The cost of a step of torch modules: what is counted without devices is what torch's debug mode sees with them."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from layoutmap.engines.torch import simulation
 PROCESS = Path(__file__).with_name("torch_cost_process.py")
 
 
+@functools.cache
 def run(*names):
     """What a process of its own counts and sees: this one simulates devices already."""
     done = forked.run(PROCESS, names)
@@ -34,7 +36,7 @@ def test_a_step_in_two_dims_is_counted_as_it_runs():
 
     check(found)
     _, facts = found["counted"]["both"]
-    assert ["blocks.0.down.weight", "blocks.1.down.weight"] == facts["causes"]
+    assert ["blocks.*.down.weight"] == facts["causes"]
     assert not [note for note in facts["notes"] if "is known" in note]  # loss and optimizer were given
     # Weights and two slots of each, a step count of each, and this device's rows of the batch.
     sharded, replicated, rows = 2 * 2 * 64 * 256 // 8, 2 * 2 * 64 + 64 * 32 + 32, 8 * 8 * 64
@@ -49,8 +51,9 @@ def test_a_step_in_two_dims_is_counted_as_it_runs():
     assert "" not in found["of the loss"]
     assert "head" in found["of the loss"]
     # Each row kernel computes partial sums of its outputs, and each column kernel those of the gradient of its inputs.
-    sums = ("forward blocks.0.down", "forward blocks.1.down", "backward blocks.0.up", "backward blocks.1.up")
-    assert {f"all_reduce {each}": 1 for each in sums} == found["sums"]
+    assert {f"all_reduce {each}": 2 for each in ("forward blocks.*.down", "backward blocks.*.up")} == found[
+        "sums"
+    ]
     # Four products on a quarter of a kernel, and the gradient of the second's inputs on all of it.
     assert {"float32": 2 * 64 * 64 * 128 * (4 // 4 + 1)} == found["products"]
     assert [] == found["warnings"]  # a mesh that advice only tries splits heads
@@ -60,6 +63,29 @@ def test_a_step_in_two_dims_is_counted_as_it_runs():
 def test_steps_are_counted_as_they_run():
     """Replicated, sharded over one dim or the other, over both; one after the other in a process."""
     check(run("data", "model", "fsdp", "both"))
+
+
+def test_equal_blocks_cost_what_each_of_them_costs():
+    """Six equal blocks cost the same extrapolated from two and three as run one by one; unequal ones are all run."""
+    found = run("blocks", "both")
+
+    for how, (extrapolated, whole, ran) in found["blocks"].items():
+        assert extrapolated == whole, how
+        runs = {" both": [2, 3], "by name both": [2, 3]}.get(how, [2, 6])
+        assert runs == ran, how
+
+
+@pytest.mark.long
+def test_equal_blocks_cost_what_each_of_them_costs_in_other_layouts():
+    for how, (extrapolated, whole, _) in run("blocks", "data", "model", "fsdp")["blocks"].items():
+        assert extrapolated == whole, how
+
+
+def test_operators_that_fake_tensors_refuse_are_counted():
+    """Strided shards, whose offsets torch reads as values, and products of experts in float32."""
+    kinds, flops = run("blocks", "both")["operators"]
+    assert ["all_gather", "all_reduce"] == kinds
+    assert {"float32": 2 * 2 * 16 * 8 * 64 * 128} == flops
 
 
 class Given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from collections import Counter
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 import layoutmap as lm
+from layoutmap.cost import torch_module_step, torch_step
 
 MESH = "data=2,model=4"
 
@@ -197,7 +199,110 @@ def count_model_sums():
     return counts
 
 
+class Named(Block):
+    """Takes its input by name and a second argument."""
+
+    def forward(self, *, x, scale=1.0):
+        return super().forward(x) * scale
+
+
+class Pair(Block):
+    """Returns a tuple."""
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
+class Odd(Stack):
+    """Calls equal blocks in some way."""
+
+    def __init__(self, how):
+        super().__init__(blocks=6)
+        self.how = how
+        kind = {"by name": Named, "as pairs": Pair}.get(how, Block)
+        self.blocks = torch.nn.ModuleList([kind() for _ in range(6)])
+
+    def forward(self, x):
+        if self.how == "reading weights":
+            x = x * self.blocks[2].up.weight.mean()
+        for n, block in enumerate(self.blocks):
+            if self.how == "by name":
+                x = block(x=x, scale=0.5)
+            elif self.how == "as pairs":
+                x, _ = block(x)
+            elif self.how != "one twice":
+                x = block(x)
+            else:
+                x = block(block(x)) if n == 3 else block(x)
+        return self.head(x)
+
+
+def describe_step(step):
+    """Return all that is counted of a step, with the blocks' numbers left out of causes."""
+    collectives = Counter()
+    for each in step.collectives:
+        cause = re.sub(r"[.][0-9]+", ".*", each.cause)
+        collectives[f"{each.kind} {each.dims} {each.tensor_bytes} {cause} {each.phase}"] += each.calls
+    return collectives, dict(step.flops), step.traffic_bytes, step.argument_bytes, step.peak_bytes
+
+
+def compare_extrapolation(how, rules):
+    """Return what is counted of six blocks, extrapolated and of all, and the number of blocks that were run first."""
+    options = {"inputs": Shape(), "on": "h100", "optimizer": "adamw", "loss": loss_of, "library": "torch"}
+    find, ran = torch_module_step.find_stacks_of_equal_blocks, []
+    count = torch_step.StepCostCounter._run_step
+
+    def run(self, assignments, policy, groups, skipped):
+        ran.append(6 - len(skipped))
+        return count(self, assignments, policy, groups, skipped)
+
+    torch_step.StepCostCounter._run_step = run
+    extrapolated = lm.plan(lambda: Odd(how), layout_map(rules), **options).cost.step
+    number = list(ran)
+    torch_module_step.find_stacks_of_equal_blocks = lambda *_: []
+    whole = lm.plan(lambda: Odd(how), layout_map(rules), **options).cost.step
+    torch_module_step.find_stacks_of_equal_blocks, torch_step.StepCostCounter._run_step = find, count
+    return describe_step(extrapolated), describe_step(whole), number
+
+
+class Flat(torch.nn.Module):
+    """Reads shards that are not contiguous: rows of the batch and columns of the model on one axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.cumsum(self.up(x).transpose(1, 2).flatten(0, 1), 0)
+
+
+class Experts(torch.nn.Module):
+    """Multiplies groups of rows with a matrix each, in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.empty(4, 64, 128))
+
+    def forward(self, x):
+        ends = torch.arange(1, 5, dtype=torch.int32) * 32
+        return torch.nn.functional.grouped_mm(x.flatten(0, 1), self.up, offs=ends)
+
+
+def count_other_operators():
+    """Return kinds of collectives of strided shards, and FLOPs of products of experts on one device."""
+    options = {"inputs": Shape(), "on": "h100", "library": "torch", "loss": loss_of}
+    rules = {"up.weight": ("model", None)}
+    step = lm.plan(Flat, lm.LayoutMap(MESH, rules, rest="replicated"), batch_dim="data", **options).cost.step
+    alone = lm.plan(Experts, lm.LayoutMap("data=1", rest="replicated"), **options).cost.step
+    return sorted({each.kind for each in step.collectives}), dict(alone.flops)
+
+
 def main(names):
+    if names[0] == "blocks":
+        hows = ["", "by name", "as pairs", "reading weights", "one twice"]
+        found = {f"{how} {rules}": compare_extrapolation(how, rules) for how in hows for rules in names[1:]}
+        print(json.dumps({"blocks": found, "operators": count_other_operators()}))
+        return
     counts = {name: counted(name) for name in names}
     more = {"attention": assumed_of_attention(), "advised": advised(), "of the loss": causes_of_the_loss()}
     more["products"] = count_products()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from layoutmap.core.variables import VariableSpec
 
@@ -59,7 +59,8 @@ class BlockCallChecker:
             return False
         first = self.skipped[path]
         if not args or first in self._changing or calls != self._calls[first][: len(calls)]:
-            self.raise_difference(path)
+            self.differing_path = path
+            raise BlockDiffersFromFirstError(path)
         return True
 
     def record_output(self, path: str, args: Sequence[object], output: object) -> None:
@@ -69,24 +70,17 @@ class BlockCallChecker:
         ):
             self._changing.add(path)
 
-    def check_call_counts(self) -> None:
-        """Raise if a skipped block is not called as often as the first block of its stack.
+    def check_all_calls(self) -> None:
+        """Raise if a skipped block differs, or is not called as often as the first block of its stack.
 
         Raises:
             BlockDiffersFromFirstError: See above.
         """
         for path, first in self.skipped.items():
             if len(self._calls[path]) != len(self._calls[first]):
-                self.raise_difference(path)
-
-    def raise_difference(self, path: str) -> NoReturn:
-        """Record that a skipped block differs, and raise the error that says so.
-
-        Raises:
-            BlockDiffersFromFirstError: Always.
-        """
-        self.differing_path = path
-        raise BlockDiffersFromFirstError(path)
+                self.differing_path = path
+        if self.differing_path:
+            raise BlockDiffersFromFirstError(self.differing_path)
 
 
 def find_stacks_of_equal_blocks(

@@ -93,11 +93,12 @@ class _RunnableStep:
         context: Any = _CountingContext(tracer.policy, tracer.engine)
         TorchSession(context).install_arrays([self._model], placed)
         skipped = tracer.blocks.skipped
-        parameters = [
-            (path, parameter)
-            for path, parameter in self._model.named_parameters()
-            if parameter.requires_grad and find_block_path(path, skipped) is None
-        ]
+        parameters: list[tuple[str, torch.nn.Parameter]] = []
+        for path, parameter in self._model.named_parameters():
+            if (block := find_block_path(path, skipped)) is not None:
+                tracer.record_skipped_weight(parameter, block)
+            elif parameter.requires_grad:
+                parameters.append((path, parameter))
         optimizer = self.optimizer([p for _, p in parameters]) if self.optimizer is not None else None
         if optimizer is not None and self._has_checked_optimizer:
             mark_optimizer_checked(optimizer)

@@ -40,14 +40,19 @@ from layoutmap.cost.table import FUSED_ATTENTION, Collective, CollectiveKind, Ph
 from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import convert_to_native_layout, record_layout
-from layoutmap.engines.torch.deferred_init import FakeTensorMode
+from layoutmap.engines.torch.deferred_init import (
+    FakeTensorMode,
+    allow_fake_grouped_products,
+    unset_fake_temporarily,
+)
 from layoutmap.engines.torch.devices import discard_meshes_of_group
 from layoutmap.engines.torch.dtensor_ops import compute_global_shapes_in
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
 from layoutmap.engines.torch.gather import reduce_each_gradient_in, split_into_buckets
+from layoutmap.engines.torch.local_tensors import compute_strided_shards_in
 from layoutmap.engines.torch.modes import TorchDispatchMode
-from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, can_return_view
+from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload, can_return_view
 from layoutmap.engines.torch.simulation import FakeStore
 from layoutmap.engines.torch.specs import clear_sharding_caches, get_local, make_dtensor, make_row_major_spec
 from layoutmap.engines.torch.storages import get_storage_key
@@ -94,7 +99,7 @@ class StepCostCounter:
         with _simulate_process_group(policy.mesh.size):
             # Torch reads values when it makes a device mesh, so make it before tensors become fake.
             groups = _map_groups_to_dims(policy.mesh)
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with FakeTensorMode(allow_non_fake_inputs=True), allow_fake_grouped_products():
                 counts = self._blocks.compute_counts(
                     layouts,
                     policy,
@@ -128,6 +133,7 @@ class StepCostCounter:
         counter: Any = _OperationCounter(policy, groups, blocks)
         with (
             compute_global_shapes_in(counter.pause),
+            compute_strided_shards_in(counter.pause_with_values),
             reduce_each_gradient_in(counter.mark_gradient_reduction),
             _translate_run_errors(self._step, blocks),
         ):
@@ -139,7 +145,7 @@ class StepCostCounter:
             for each in batch:  # do not count its memory, because the step's arguments contain its shard
                 counter.record_shard_path(each, "")
             self._step.run(counter, values, batch)
-            blocks.check_call_counts()
+            blocks.check_all_calls()
         self._has_fused_attention |= counter.has_fused_attention
         self._layer_paths |= counter.layer_paths
         return counter.make_step_counts()
@@ -256,6 +262,18 @@ def _describe_structure(values: object) -> object:
     return map_tensors(lambda tensor: (tuple(tensor.shape), tensor.dtype), values)
 
 
+def _count_grouped_product_flops(mat_a: torch.Tensor, mat_b: torch.Tensor, *_: object, **__: object) -> int:
+    """Return the FLOPs of the products of an expert layer. A 2-D operand has the rows or columns of all groups."""
+    num_products = mat_a.shape[0] if mat_a.ndim == mat_b.ndim == 3 else 1
+    return 2 * num_products * mat_a.shape[-2] * mat_a.shape[-1] * mat_b.shape[-1]
+
+
+_FLOP_COUNTERS: Mapping[Any, Function] = {
+    **flop_registry,
+    torch.ops.aten._grouped_mm: _count_grouped_product_flops,
+}
+
+
 def _compute_num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -279,6 +297,7 @@ class _OperationCounter(TorchDispatchMode):
         self._storages: dict[Any, tuple[int, _ValueSource]] = {}
         self._num_computed = 0
         self._paths_by_storage: dict[Any, str] = {}
+        self._skipped_blocks_by_storage: dict[Any, str] = {}
         self._phase: Phase = "forward"
         self.layers: list[str] = []
         self.last_layer = ""
@@ -290,11 +309,22 @@ class _OperationCounter(TorchDispatchMode):
         """Count nothing until the block ends."""
         return set_attribute_temporarily(self, "_is_paused", True)
 
+    @contextmanager
+    def pause_with_values(self) -> Generator[None]:
+        """Count nothing until the block ends, and compute tensors with values."""
+        with self.pause(), unset_fake_temporarily():
+            yield
+
     # -- called by the steps of torch_module_step.py
 
     def record_shard_path(self, local: torch.Tensor, path: str) -> None:
         """Record the path of the variable to which a shard belongs. The path of a batch is empty."""
         self._paths_by_storage[get_storage_key(local)] = path
+
+    def record_skipped_weight(self, weight: torch.Tensor, block: str) -> None:
+        """Record a weight of a skipped block. If an operation reads it, the block cannot be skipped."""
+        local = get_local(weight) if isinstance(weight, DTensor) else weight
+        self._skipped_blocks_by_storage[get_storage_key(local)] = block
 
     def count_in_phase(self, name: Phase) -> AbstractContextManager[None]:
         """Count operations as those of a phase of the step until the block ends."""
@@ -358,6 +388,9 @@ class _OperationCounter(TorchDispatchMode):
         if self._is_paused:
             return result
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for each in inputs if self._skipped_blocks_by_storage else ():
+            if (block := self._skipped_blocks_by_storage.get(get_storage_key(each))) is not None:
+                self.blocks.differing_path = block  # an exception here would end the process
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
         is_copy = name in _COPIES or name in _KINDS
@@ -368,9 +401,9 @@ class _OperationCounter(TorchDispatchMode):
             outputs = outputs or inputs[:1]
         elif func.namespace == "aten" and not can_return_view(func):  # a view reads and writes no bytes
             self.traffic_bytes += sum(map(_compute_num_bytes, (*inputs, *outputs)))
-            if func.overloadpacket in flop_registry and inputs:
+            if (count_flops := _FLOP_COUNTERS.get(func.overloadpacket)) and inputs:
                 dtype = format_dtype(inputs[0].dtype)
-                number = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+                number = count_flops(*args, **kwargs, out_val=result)
                 self.flops[dtype] = self.flops.get(dtype, 0) + int(number)
         if source is None:
             self._num_computed += 1
@@ -387,7 +420,7 @@ class _OperationCounter(TorchDispatchMode):
     def _find_value_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
         """Return the source of the result of an operator that copies, scales, or adds its inputs."""
         # To add a tensor to partial sums, DTensor divides it by a dim's size. The result is no copy and has no source.
-        if name == "div" and len(args) > 1 and args[1] in self.policy.mesh.shape:
+        if name == "div" and len(args) > 1 and isinstance(args[1], int) and args[1] in self.policy.mesh.shape:
             return _ValueSource()
         found: list[_ValueSource] = []
         for each in inputs:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from layoutmap.adapters.torch.paths import ModelTensor
 from layoutmap.adapters.torch.training import call_model
 from layoutmap.core.variables import AxisRoles, number_inputs
-from layoutmap.engines.torch.deferred_init import FakeTensorMode
+from layoutmap.engines.torch.deferred_init import FakeTensorMode, allow_fake_grouped_products
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
 from layoutmap.engines.torch.trees import is_mapping, tree_leaves, tree_map
 
@@ -88,7 +88,12 @@ def number_module_inputs(model: torch.nn.Module, inputs: Any, mode: FakeTensorMo
     try:
         for module in modules:
             module.register_forward_pre_hook(record_input, with_kwargs=True)
-        with torch.compiler.set_stance("force_eager"), mode, torch.no_grad():
+        with (
+            torch.compiler.set_stance("force_eager"),
+            mode,
+            torch.no_grad(),
+            allow_fake_grouped_products(),
+        ):
             fake = tree_map(make_fake_tensor, dict(inputs) if is_mapping(inputs) else inputs)
             call_model(model, (fake, None))
     finally:

@@ -367,7 +367,7 @@ def _lower_without_skipped_blocks(
         options: dict[str, Any] = {} if layouts is not None else {"in_shardings": _ABSTRACT}
         traced = jax.jit(run_step, keep_unused=True, **options).trace(values, batch, others)
         _check_skipped_blocks_are_unread(traced.jaxpr.jaxpr, unread, skipped)
-        tracer.blocks.check_call_counts()
+        tracer.blocks.check_all_calls()
         with jax.default_device(_StandInDevice()):
             module = traced.lower(lowering_platforms=(_StandInDevice.platform,)).compiler_ir("stablehlo")
     if is_recomputed_path and not tracer.recomputed:
