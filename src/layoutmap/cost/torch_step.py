@@ -42,17 +42,17 @@ from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import convert_to_native_layout, record_layout
 from layoutmap.engines.torch.deferred_init import (
     FakeTensorMode,
-    allow_fake_grouped_products,
     unset_fake_temporarily,
 )
 from layoutmap.engines.torch.devices import discard_meshes_of_group
 from layoutmap.engines.torch.dtensor_ops import compute_global_shapes_in
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
 from layoutmap.engines.torch.engine import TorchEngine, engine
+from layoutmap.engines.torch.fake_products import allow_fake_grouped_products
 from layoutmap.engines.torch.gather import reduce_each_gradient_in, split_into_buckets
 from layoutmap.engines.torch.local_tensors import compute_strided_shards_in
 from layoutmap.engines.torch.modes import TorchDispatchMode
-from layoutmap.engines.torch.operators import Args, Function, Kwargs, OpOverload, can_return_view
+from layoutmap.engines.torch.operators import Args, Kwargs, OpOverload, can_return_view
 from layoutmap.engines.torch.simulation import FakeStore
 from layoutmap.engines.torch.specs import clear_sharding_caches, get_local, make_dtensor, make_row_major_spec
 from layoutmap.engines.torch.storages import get_storage_key
@@ -268,7 +268,7 @@ def _count_grouped_product_flops(mat_a: torch.Tensor, mat_b: torch.Tensor, *_: o
     return 2 * num_products * mat_a.shape[-2] * mat_a.shape[-1] * mat_b.shape[-1]
 
 
-_FLOP_COUNTERS: Mapping[Any, Function] = {
+_FLOP_COUNTERS: Mapping[Any, Any] = {
     **flop_registry,
     torch.ops.aten._grouped_mm: _count_grouped_product_flops,
 }
@@ -361,7 +361,7 @@ class _OperationCounter(TorchDispatchMode):
         """Return the counts of the operations so far."""
         collectives, gradients = (
             Counter(
-                Collective(kind, dims, 1, num_bytes, *cause, phase)
+                Collective(kind, dims, 1, num_bytes, cause[0], phase)
                 for kind, dims, num_bytes, cause, phase, is_gradient in self._calls
                 if is_gradient == is_single
             )

@@ -41,7 +41,44 @@ def entries():
     sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = unittest.TestCase
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
+    return {
+        f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op
+        for op in (*op_db, grouped_product())
+    }
+
+
+def grouped_product():
+    """An entry for products of groups of rows, as experts compute them, which the database lacks."""
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+    rows, inner, columns, groups = 40, 80, 40, 10
+
+    def draw(op, device, dtype, requires_grad, **_):
+        ends = [4, 4, 12, 16, 20, 24, 28, 32, 36, 40]  # one group is empty
+        for left, right in (
+            ((rows, inner), (groups, inner, columns)),  # groups of rows
+            ((groups, rows, inner), (inner, columns * groups)),  # groups of columns
+            ((inner, rows), (rows, columns)),  # groups of summands
+            ((groups, rows, inner), (groups, inner, columns)),
+        ):
+            operands = [
+                torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for shape in (left, right)
+            ]
+            last = torch.tensor(
+                [10 * each for each in ends] if right[-1] > columns else ends, dtype=torch.int32
+            )
+            are_all_groups = len(left) == len(right) == 3
+            yield SampleInput(
+                operands[0], args=(operands[1],), kwargs={} if are_all_groups else {"offs": last}
+            )
+
+    return OpInfo(
+        "nn.functional.grouped_mm",
+        op=torch.nn.functional.grouped_mm,
+        dtypes=(torch.float32,),
+        sample_inputs_func=draw,
+        supports_out=False,
+    )
 
 
 def few_samples(op, number):

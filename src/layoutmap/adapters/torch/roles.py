@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 from layoutmap.adapters.torch.paths import ModelTensor
 from layoutmap.adapters.torch.training import call_model
 from layoutmap.core.variables import AxisRoles, number_inputs
-from layoutmap.engines.torch.deferred_init import FakeTensorMode, allow_fake_grouped_products
+from layoutmap.engines.torch.deferred_init import FakeTensorMode
 from layoutmap.engines.torch.element_types import find_torch_dtype, format_dtype
+from layoutmap.engines.torch.fake_products import allow_fake_grouped_products
 from layoutmap.engines.torch.trees import is_mapping, tree_leaves, tree_map
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")

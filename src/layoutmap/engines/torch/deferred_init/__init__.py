@@ -12,9 +12,6 @@ from layoutmap.engines.torch.deferred_init.fake_tensors import UNSUPPORTED_ERROR
 from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensor as FakeTensor
 from layoutmap.engines.torch.deferred_init.fake_tensors import FakeTensorMode as FakeTensorMode
 from layoutmap.engines.torch.deferred_init.fake_tensors import (
-    allow_fake_grouped_products as allow_fake_grouped_products,
-)
-from layoutmap.engines.torch.deferred_init.fake_tensors import (
     unset_fake_temporarily as unset_fake_temporarily,
 )
 from layoutmap.engines.torch.deferred_init.streams import free_scratch_buffer as free_scratch_buffer

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Generator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -45,6 +45,7 @@ from layoutmap.engines.torch.dtensor_ops.memories import (
     write_changed_copies_back,
 )
 from layoutmap.engines.torch.dtensor_ops.proven import ALONG, ANY_ORDER, PROVEN, QUIET, REDUCTIONS, SUMS_PASS
+from layoutmap.engines.torch.fake_products import allow_fake_grouped_products
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.operators import (
     Args,
@@ -231,7 +232,10 @@ def _compute_operator(
         and can_compute
     ):
         try:
-            with sharding_query.mark_sharding_rule_running_temporarily():
+            with (
+                sharding_query.mark_sharding_rule_running_temporarily(),
+                allow_fake_grouped_products() if name == "_grouped_mm" else nullcontext(),
+            ):
                 answer = compute_by_dtensor()
         except (NotImplementedError, RuntimeError) as error:
             why = f"DTensor has no rule: {next(iter(str(error).strip().splitlines()), '')}"

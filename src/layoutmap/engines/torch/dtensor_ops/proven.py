@@ -25,7 +25,7 @@ _REDUCTIONS = """
 all amax amin any argmax argmin cumsum logsumexp mean std sum var var_mean linalg_vector_norm
 _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data native_layer_norm native_layer_norm_backward
 """
-_PRODUCTS = "addmm baddbmm bmm dot mm"
+_PRODUCTS = "addmm baddbmm bmm dot mm _grouped_mm"
 _PARTS = """
 cat constant_pad_nd embedding embedding_dense_backward flip
 repeat roll select_backward slice_backward sort stack topk tril triu
