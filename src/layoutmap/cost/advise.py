@@ -18,7 +18,7 @@ from layoutmap.plan.table import PlanTable
 from layoutmap.plan.variants import PlanVariant, call_or_none, format_variant_change
 from layoutmap.scope.progress import ElapsedTime
 
-MAX_COUNTING_SECONDS = 20.0
+MAX_COUNTING_SECONDS = 10.0
 """CPU seconds of this process after which no more variants are tried. Wall time would depend on other processes."""
 
 CostFn = Callable[[PlanVariant], Cost]

@@ -27,6 +27,7 @@ from layoutmap.core.layout import Layout
 from layoutmap.core.mesh import Mesh
 from layoutmap.core.policy import LayoutPolicy
 from layoutmap.core.steps import TrainingStep
+from layoutmap.core.users_line import find_line_of_error
 from layoutmap.core.variables import Assignment, VariableSpec
 from layoutmap.cost.equal_blocks import BlockCallChecker, BlockDiffersFromFirstError
 from layoutmap.cost.extrapolation import (
@@ -41,6 +42,7 @@ from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.arrays import convert_to_native_layout, record_layout
 from layoutmap.engines.torch.deferred_init import (
+    UNSUPPORTED_ERRORS,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -218,12 +220,15 @@ def _translate_run_errors(step: TrainingStep, blocks: BlockCallChecker) -> Gener
         ):  # skipping may have caused the error, for example if other layers read a block's weights
             raise BlockDiffersFromFirstError(blocks.differing_path or next(iter(blocks.skipped))) from error
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
+        name, line = type(error).__name__, find_line_of_error(error, {"torch", "functools"})
+        fix = "pass inputs= with the shapes and dtypes of the module's inputs, and call the module with them in a test"
+        if isinstance(error, UNSUPPORTED_ERRORS):
+            fix = "pass inputs= with which the line reads no values, such as an attention_mask, or change the line"
         raise ScopeError(
             f"{step.name}: the training step fails with tensors that have no values",
-            facts={"inputs": inputs, type(error).__name__: str(error).strip().partition("\n")[0]},
+            facts={"inputs": inputs, "line": line, name: str(error).strip().partition("\n")[0]},
             why="to compute the cost, the step is run with shapes instead of values",
-            fix="pass inputs= with the shapes and dtypes of the module's inputs, and call the module "
-            "with them in a test",
+            fix=fix,
         ) from error
 
 

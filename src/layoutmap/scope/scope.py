@@ -211,7 +211,7 @@ def plan(
         fuse_attention: Whether `on` counts attention as one fused kernel (flash attention) that stores no scores,
             although the model calls none; see `lower_step`.
         device_memory: Memory of a device in bytes, for the verdict; `None`: that of the machine of `on`.
-        advise: Whether to try alternatives if a step does not fit the machine of `on`, for at most 20 seconds of CPU
+        advise: Whether to try alternatives if a step does not fit the machine of `on`, for at most 10 seconds of CPU
             time. The verdict names an alternative that fits.
 
     Returns:
