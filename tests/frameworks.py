@@ -63,7 +63,7 @@ def _process_of_source(parts: tuple[str, ...]) -> str | None:
         return None  # their models are those of libraries
     if parts[:2] == ("cost", "jax"):
         return "jax"
-    if parts in (("cost", "torch_step"), ("cost", "torch_module_step")):
+    if parts[0] == "cost" and parts[1:2] and parts[1].startswith("torch_"):
         return "torch"
     if parts[0] in PURE or (
         parts[0] in ("engines", "adapters") and parts[1:] in ((), ("protocol",), ("__init__",))

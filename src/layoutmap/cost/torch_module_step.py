@@ -134,12 +134,13 @@ class _RunnableStep:
 @contextmanager
 def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> Generator[None]:
     """Tell the tracer when `module`, at `path`, runs, until the block ends. Skip its calls if the tracer says so."""
-    _, first_name, *_ = *inspect.signature(type(module).forward).parameters, ""
 
     def record_call(args: Args, kwargs: Kwargs) -> Args:
         """Record the call for the comparison of blocks, and return its positional arguments."""
-        if not args and first_name in kwargs:  # the comparison needs the first argument
-            args, kwargs = (kwargs[first_name],), {n: v for n, v in kwargs.items() if n != first_name}
+        if not args and kwargs:  # the comparison needs the first argument after `self`
+            first_name = [*inspect.signature(type(module).forward).parameters, "", ""][1]
+            args = tuple(kwargs[name] for name in kwargs if name == first_name)
+            kwargs = {name: value for name, value in kwargs.items() if name != first_name}
         tracer.blocks.record_call(path, args, kwargs)
         return args
 
