@@ -297,11 +297,29 @@ def count_other_operators():
     return sorted({each.kind for each in step.collectives}), dict(alone.flops)
 
 
+class ReadingValues(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.inner(x) * 2 if x.sum() > 0 else x
+
+
+def find_line_and_fix_of_error():
+    try:
+        lm.plan(ReadingValues, lm.LayoutMap("data=8"), inputs=Shape(), on="h100", library="torch")
+    except lm.LayoutMapError as error:
+        return error.facts["line"], error.fix
+    return "", ""
+
+
 def main(names):
     if names[0] == "blocks":
         hows = ["", "by name", "as pairs", "reading weights", "one twice"]
         found = {f"{how} {rules}": compare_extrapolation(how, rules) for how in hows for rules in names[1:]}
-        print(json.dumps({"blocks": found, "operators": count_other_operators()}))
+        error = find_line_and_fix_of_error()
+        print(json.dumps({"blocks": found, "operators": count_other_operators(), "error": error}))
         return
     counts = {name: counted(name) for name in names}
     more = {"attention": assumed_of_attention(), "advised": advised(), "of the loss": causes_of_the_loss()}
