@@ -147,40 +147,51 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    num_equal, num_refused, worst, times = 0, 0, 1.0, list[float]()
-    for seed in range(args.seed, args.seed + args.count):
-        rng = random.Random(seed)
-        name, make, inputs = draw_model(rng)
-        mesh = rng.choice(MESHES)
-        dims = [dim.partition("=")[0] for dim in mesh.split(",")]
-        options: dict[str, Any] = {"inputs": inputs, "on": "h100", "library": "torch", "advise": False}
-        options["batch_dim"] = dims[0] if len(dims) > 1 and rng.random() < 0.8 else None
-        options["optimizer"] = rng.choice(("adamw", "sgd"))
-        layout_map = draw_rules(rng, make, mesh, dims)
-        steps, seconds = [], []
-        for find in (_find_stacks, lambda *_: []):
-            torch_module_step.find_stacks_of_equal_blocks = find
-            start = time.process_time()
-            cost = lm.plan(make, layout_map, **options).cost
-            seconds.append(time.process_time() - start)
-            if cost is None:
-                break
-            steps.append(cost.step)
-        if not steps:  # the random rules do not fit the model
-            num_refused += 1
-            continue
-        times.append(seconds[0] / seconds[1])
-        is_equal = list_counts(steps[0]) == list_counts(steps[1])
-        ratio = find_worst_ratio(*steps)
-        num_equal += is_equal
-        worst = max(worst, ratio, 1 / ratio)
-        if not is_equal:
-            print(f"seed {seed}: {name} on {mesh}: ratio {ratio:.4f}", flush=True)
-    print(
-        f"{num_equal} of {len(times)} steps have equal counts ({num_refused} have rules that do not fit); "
-        f"worst ratio {worst:.4f}; "
-        f"CPU time {statistics.median(times):.2f} of counting all blocks"
-    )
+    counted: list[tuple[bool, float, float]] = []
+    num_refused = 0
+    try:
+        for seed in range(args.seed, args.seed + args.count):
+            found = count_twice(seed)
+            num_refused += found is None
+            counted += [found] if found else []
+    except KeyboardInterrupt:
+        print("interrupted")
+    if counted:
+        equal, ratios, times = zip(*counted, strict=True)
+        print(
+            f"{sum(equal)} of {len(counted)} steps have equal counts ({num_refused} have rules that do not fit); "
+            f"worst ratio {max(max(ratio, 1 / ratio) for ratio in ratios):.4f}; "
+            f"CPU time {statistics.median(times):.2f} of counting all blocks"
+        )
+
+
+def count_twice(seed: int) -> tuple[bool, float, float] | None:
+    """Return whether the counts of a random step are equal, their worst ratio, and the ratio of CPU times.
+
+    The result is None if the random rules do not fit the model.
+    """
+    rng = random.Random(seed)
+    name, make, inputs = draw_model(rng)
+    mesh = rng.choice(MESHES)
+    dims = [dim.partition("=")[0] for dim in mesh.split(",")]
+    options: dict[str, Any] = {"inputs": inputs, "on": "h100", "library": "torch", "advise": False}
+    options["batch_dim"] = dims[0] if len(dims) > 1 and rng.random() < 0.8 else None
+    options["optimizer"] = rng.choice(("adamw", "sgd"))
+    layout_map = draw_rules(rng, make, mesh, dims)
+    steps, seconds = list[Any](), list[float]()
+    for find in (_find_stacks, lambda *_: []):
+        torch_module_step.find_stacks_of_equal_blocks = find
+        start = time.process_time()
+        cost: Any = lm.plan(make, layout_map, **options).cost
+        if cost is None:
+            return None
+        seconds.append(time.process_time() - start)
+        steps.append(cost.step)
+    is_equal = list_counts(steps[0]) == list_counts(steps[1])
+    ratio = find_worst_ratio(*steps)
+    if not is_equal:
+        print(f"seed {seed}: {name} on {mesh}: ratio {ratio:.4f}", flush=True)
+    return is_equal, ratio, seconds[0] / seconds[1]
 
 
 if __name__ == "__main__":
