@@ -7,7 +7,7 @@ PROTOC := PYTHONPATH=../$(VENV)/proto ../$(BIN)/python -m grpc_tools.protoc -I.
 PROTO := layoutmap/core/proto/layout
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-newest fuzz check format proto check-proto works pictures notebooks dist docs docs-serve bench clean
+.PHONY: help setup demo test test-all test-newest test-oldest fuzz check format proto check-proto works pictures notebooks dist docs docs-serve bench clean
 
 help: ## List these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -25,6 +25,9 @@ test-all: $(VENV)/.all $(VENV)/.xla-gpu $(VENV)/.trl ## Run all cases of all tes
 
 test-newest: $(BIN)/python ## Try the contracts on the newest torch, JAX, Keras and TensorFlow, before a release; ARGS="torch" or "torch==2.14.1"
 	@$(BIN)/python tools/newest.py $(ARGS)
+
+test-oldest: $(BIN)/python ## Try the contracts on the oldest releases that pyproject.toml allows, in .venv-oldest; ARGS="jax"
+	@$(BIN)/python tools/newest.py --oldest $(ARGS)
 
 fuzz: $(VENV)/.all ## Try the laws on drawn models of every library; SEED= the first (default: today), MINUTES= how long (default: 10)
 	@$(BIN)/python tools/fuzz.py $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),10) $(ARGS)
@@ -70,7 +73,7 @@ bench: $(VENV)/.all ## Run the benchmarks, side by side with what they are compa
 	@for file in $(filter-out %models.py %measure.py,$(wildcard benchmarks/*.py)); do echo "== $$file" && $(BIN)/python "$$file" || exit 1; done
 
 clean: ## Remove what was installed and made
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip older than 25.1 knows no --group.
