@@ -17,10 +17,10 @@ from layoutmap.core.users_line import find_user_stacklevel
 
 TESTED = {
     "jax": ("0.10", "0.10"),
-    "keras": ("3.14", "3.15"),
+    "keras": ("3.14.1", "3.15"),
     "tensorflow": ("2.21", "2.21"),
     "torch": ("2.13", "2.15"),
-    "flax": ("0.12.6", "0.12"),
+    "flax": ("0.12.7", "0.12"),
 }
 """The oldest and the newest minor release of each package with which the tests passed."""
 
