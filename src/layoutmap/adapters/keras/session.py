@@ -170,7 +170,10 @@ class Session(KerasSession):
 
     def record_and_wrap_optimizer(self, optimizer: object) -> None:
         """Wrap an optimizer that is being constructed in this scope."""
+        # On torch, Keras 3.14 calls `__init__` twice, so remove the variables of the first call, which nothing uses.
+        self.registry.remove_layer_or_optimizer(optimizer)
         wrap_optimizer(optimizer, self)
+        self.registry.add_optimizer(optimizer)
 
     def unwrap_optimizer_if_unused(self, optimizer: object) -> None:
         """Restore the methods of an optimizer, unless a model of the scope still uses it."""

@@ -32,7 +32,7 @@ from typing import Any, Self
 import jax
 
 from layoutmap.core.errors import EngineError
-from layoutmap.engines.jax.shardy import list_operations, propagate_layouts
+from layoutmap.engines.jax.shardy import get_location_name, list_operations, propagate_layouts
 from layoutmap.engines.patches import AttributePatch
 from layoutmap.engines.tested import ImportErrorConverter
 
@@ -224,7 +224,7 @@ def _find_name_of_largest_mesh(module: _ir.Module) -> str:
 def _make_wrong_product_error(program_name: str, op: _ir.OpView, fix: str) -> EngineError:
     return EngineError(
         f"{program_name}: XLA could compute wrong numbers",
-        facts={"operation": op.name, "where": getattr(op.location, "name_str", "unknown")},
+        facts={"operation": op.name, "where": get_location_name(op) or "unknown"},
         why="XLA uses a wrong order of devices for some products, gathers, and scatters whose result is "
         "sharded over different mesh dims than the operands (docs/xla-faults.md)",
         fix=fix,
