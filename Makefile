@@ -24,10 +24,10 @@ test-all: $(VENV)/.all $(VENV)/.xla-gpu $(VENV)/.trl ## Run all cases of all tes
 	@$(BIN)/python tools/run_tests.py --all $(ARGS)
 
 test-newest: $(BIN)/python ## Try the contracts on the newest torch, JAX, Keras and TensorFlow, before a release; ARGS="torch" or "torch==2.14.1"
-	@$(BIN)/python tools/newest.py $(ARGS)
+	@$(BIN)/python tools/releases.py $(ARGS)
 
 test-oldest: $(BIN)/python ## Try the contracts on the oldest releases that pyproject.toml allows, in .venv-oldest; ARGS="jax"
-	@$(BIN)/python tools/newest.py --oldest $(ARGS)
+	@$(BIN)/python tools/releases.py --oldest $(ARGS)
 
 fuzz: $(VENV)/.all ## Try the laws on drawn models of every library; SEED= the first (default: today), MINUTES= how long (default: 10)
 	@$(BIN)/python tools/fuzz.py $(if $(SEED),--seed $(SEED)) --minutes $(or $(MINUTES),10) $(ARGS)

@@ -221,6 +221,8 @@ class Odd(Stack):
         self.how = how
         kind = {"by name": Named, "as pairs": Pair}.get(how, Block)
         self.blocks = torch.nn.ModuleList([kind() for _ in range(6)])
+        for n, block in enumerate(self.blocks):
+            block.layer_idx = n  # as in models of transformers
 
     def forward(self, x):
         if self.how == "reading weights":
