@@ -73,6 +73,10 @@ class StepSource(Source):
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(_THREADS, "layoutmap-read")
 
+    def allow_cache(self, num_bytes: int | None) -> None:
+        """Let `verify_block` cache so many bytes of values. `None`: as many as suit the storage."""
+        self.cache_bytes = self._storage.cache_bytes if num_bytes is None else num_bytes
+
     @property
     def step(self) -> int:
         """Number of the step."""

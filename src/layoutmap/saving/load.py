@@ -59,7 +59,7 @@ def load(
     cast: bool = False,
     override: Mapping[str, object] | None = None,
     verify: Verify = "first",
-    room_bytes: int = 2**30,
+    room_bytes: int | None = None,
     progress: bool | None = None,
     inputs: Any = None,
     **options: Any,
@@ -96,7 +96,8 @@ def load(
         verify: When to compare checksums. `"first"`: before an existing model changes, so that a damaged file changes
             nothing. `"while"`: while values are put into the model, without extra memory and without a second read; if
             one is damaged, the error says that the model is loaded in part and must not be used. `"no"`: never.
-        room_bytes: Bytes of compared values that a process keeps until it uses them; it reads the rest again.
+        room_bytes: Bytes of compared values that a process keeps until it uses them; it reads the rest again. `None`:
+            1 GiB of a remote checkpoint, and 0 of a local one, whose second read comes from the page cache.
         progress: See `save`.
         inputs: Example input, or its shape and dtype, for a model that creates its weights in its first call: see
             `build`.
@@ -138,7 +139,8 @@ def load(
     processes = MeshProcesses(get_engine(adapter.engine_name), mesh)
     source = _open_source_of_same_step(directory, step, processes)
     if isinstance(source, StepSource):
-        source.verifies, source.cache_bytes = verify != "no", room_bytes
+        source.verifies = verify != "no"
+        source.allow_cache(room_bytes)
     table = None
     if names is not None:
         table = read_name_table(names) if found is None else read_model_name_table(names, found, adapter)
