@@ -65,7 +65,7 @@ def draw_model(rng: random.Random) -> tuple[str, Callable[[], torch.nn.Module], 
     heads = {"num_attention_heads": NUM_HEADS, "hidden_size": width}
     sizes = heads | {"num_hidden_layers": depth, "intermediate_size": 2 * width}
     decoder = sizes | {"vocab_size": VOCABULARY, "num_key_value_heads": rng.choice((4, NUM_HEADS))}
-    experts = {"num_experts_per_tok": 2}
+    experts, head = {"num_experts_per_tok": 2}, {"head_dim": 16}
     t = transformers
     makers: dict[str, Callable[[], Any]] = {
         "Llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**decoder)),
@@ -73,7 +73,7 @@ def draw_model(rng: random.Random) -> tuple[str, Callable[[], torch.nn.Module], 
         "Gemma2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(**decoder, head_dim=16)),
         "Mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**decoder, **experts, num_local_experts=4)),
         "Qwen3Moe": lambda: t.Qwen3MoeForCausalLM(
-            t.Qwen3MoeConfig(**decoder, **experts, num_experts=4, moe_intermediate_size=width, head_dim=16)
+            t.Qwen3MoeConfig(**decoder, **experts, **head, num_experts=4, moe_intermediate_size=width)
         ),
         "GPTNeoX": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**sizes, vocab_size=VOCABULARY)),
         "GPT2": lambda: t.GPT2LMHeadModel(
