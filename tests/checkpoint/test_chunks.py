@@ -169,6 +169,19 @@ def test_what_was_checked_is_read_once_while_there_is_room(tmp_path: Path, room:
     assert np.array_equal(value, np.concatenate(second))
 
 
+@pytest.mark.parametrize(("is_copied", "times"), [(True, 2), (False, 1)])
+def test_a_local_file_is_read_twice_if_its_values_are_copied(
+    tmp_path: Path, is_copied: bool, times: int
+) -> None:
+    """New memory for a copy takes longer than a second read from the page cache."""
+    value = random_values((64, 64), "float32")
+    step = saved(str(tmp_path), {"w": value}, {"w": Layout.replicated(Mesh(None, "x=2"), 2)})
+    step.allow_cache(None, is_copied=is_copied)
+    step.verify_block("w")
+    step.read("w")
+    assert times * value.nbytes == step.bytes_read
+
+
 def test_memory_that_is_read_into_is_aligned(tmp_path: Path) -> None:
     """Values begin where JAX and TensorFlow can keep them without a copy, and nobody else has their memory."""
     values = {name: random_values((n, 7), "float32", n) for n, name in enumerate("abc", 1)}

@@ -176,7 +176,7 @@ def test_a_damaged_step_changes_nothing(tmp_path: Path, name: str) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(values_of(make()), values_of(model), strict=True))
 
 
-@pytest.mark.parametrize(("how", "times"), [({}, 2), ({"room_bytes": 1 << 20}, 1), ({"verify": "while"}, 1)])
+@pytest.mark.parametrize(("how", "times"), [({}, 1), ({"room_bytes": 0}, 2), ({"verify": "while"}, 1)])
 def test_what_has_no_room_is_read_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], times: int
 ) -> None:

@@ -27,6 +27,7 @@ from layoutmap.core.variables import get_itemsize
 _MAX_CACHED_CHUNKS = 2  # number of partly read chunks to cache, because the next block often needs the rest
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
 _ALIGNMENT = 64  # in bytes; align memory, because JAX and TensorFlow copy arrays that are not aligned
+_CACHE_BYTES = 1 << 30
 
 
 class StepSource(Source):
@@ -73,9 +74,16 @@ class StepSource(Source):
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(_THREADS, "layoutmap-read")
 
-    def allow_cache(self, num_bytes: int | None) -> None:
-        """Let `verify_block` cache so many bytes of values. `None`: as many as suit the storage."""
-        self.cache_bytes = self._storage.cache_bytes if num_bytes is None else num_bytes
+    def allow_cache(self, num_bytes: int | None, *, is_copied: bool) -> None:
+        """Let `verify_block` cache values for the next `read`.
+
+        Args:
+            num_bytes: Number of bytes. `None`: 1 GiB, or nothing if a second read takes less time.
+            is_copied: Whether the next `read` copies values into existing memory. Otherwise, the cache is its result.
+        """
+        if num_bytes is None:
+            num_bytes = 0 if is_copied and self._storage.has_page_cache else _CACHE_BYTES
+        self.cache_bytes = num_bytes
 
     @property
     def step(self) -> int:

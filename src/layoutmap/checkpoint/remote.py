@@ -58,7 +58,7 @@ class RemoteStorage:
 
     read_bytes = 1 << 23
     write_files = 1  # only one, because each open file buffers two parts in memory
-    cache_bytes = 1 << 30
+    has_page_cache = False
 
     def __init__(self, url: str):
         self.where = url.rstrip("/")

@@ -56,8 +56,8 @@ class Storage(FileMaker, Protocol):
     write_files: int
     """Number of files that a process should write at the same time for the best speed."""
 
-    cache_bytes: int
-    """Number of bytes of values that a load should keep in memory instead of reading them again."""
+    has_page_cache: bool
+    """Whether a second read of the same bytes takes less time than new memory."""
 
     def list_steps(self) -> list[int]:
         """Return the existing steps, in ascending order."""
@@ -129,7 +129,7 @@ class LocalStorage:
 
     read_bytes = 1 << 20  # small, so that the bytes are still in the CPU cache when they are copied
     write_files = min(16, max(2, getattr(os, "process_cpu_count", os.cpu_count)() or 1))
-    cache_bytes = 0  # the second read comes from the page cache, and takes less time than new memory
+    has_page_cache = True
 
     def __init__(self, directory: str | os.PathLike[str]):
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(directory))))

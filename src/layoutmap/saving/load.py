@@ -97,7 +97,7 @@ def load(
             nothing. `"while"`: while values are put into the model, without extra memory and without a second read; if
             one is damaged, the error says that the model is loaded in part and must not be used. `"no"`: never.
         room_bytes: Bytes of compared values that a process keeps until it uses them; it reads the rest again. `None`:
-            1 GiB of a remote checkpoint, and 0 of a local one, whose second read comes from the page cache.
+            1 GiB, or on torch 0 of a local checkpoint, whose second read comes from the page cache.
         progress: See `save`.
         inputs: Example input, or its shape and dtype, for a model that creates its weights in its first call: see
             `build`.
@@ -140,7 +140,7 @@ def load(
     source = _open_source_of_same_step(directory, step, processes)
     if isinstance(source, StepSource):
         source.verifies = verify != "no"
-        source.allow_cache(room_bytes)
+        source.allow_cache(room_bytes, is_copied=adapter.engine_name == "torch")
     table = None
     if names is not None:
         table = read_name_table(names) if found is None else read_model_name_table(names, found, adapter)
