@@ -27,7 +27,7 @@ from layoutmap.core.variables import get_itemsize
 _MAX_CACHED_CHUNKS = 2  # number of partly read chunks to cache, because the next block often needs the rest
 _THREADS = min(16, 2 * (os.cpu_count() or 1))
 _ALIGNMENT = 64  # in bytes; align memory, because JAX and TensorFlow copy arrays that are not aligned
-_CACHE_BYTES = 1 << 30
+_CACHE_BYTES = 1 << 30  # default number of bytes that a load keeps between comparing and using values
 
 
 class StepSource(Source):

@@ -42,9 +42,8 @@ class BlockCallChecker:
         self.differing_path = ""
         self._make_comparable = make_comparable
         self._calls: dict[str, list[object]] = {path: [] for path in (*skipped, *skipped.values())}
-        self._changing: set[str] = (
-            set()
-        )  # paths of blocks whose output has another structure than their input
+        # Paths of blocks whose output has another structure than their input.
+        self._changing: set[str] = set()
 
     def record_call(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         """Record the arguments of a layer, and return whether to skip the call and return its first argument.

@@ -188,12 +188,11 @@ def _translate_run_errors(step: TrainingStep, blocks: BlockCallChecker) -> Gener
     try:
         yield
     except Exception as error:
+        # Skipping may have caused any error, for example if other layers read a block's weights, so run all blocks.
+        if blocks.skipped:
+            raise BlockDiffersFromFirstError(blocks.differing_path or next(iter(blocks.skipped))) from error
         if isinstance(error, LayoutMapError):
             raise
-        if (
-            blocks.skipped
-        ):  # skipping may have caused the error, for example if other layers read a block's weights
-            raise BlockDiffersFromFirstError(blocks.differing_path or next(iter(blocks.skipped))) from error
         inputs = ", ".join(f"{each.name}: {each.dtype}{list(each.shape)}" for each in step.batch)
         name, line = type(error).__name__, find_line_of_error(error, {"torch", "functools"})
         fix = "pass inputs= with the shapes and dtypes of the module's inputs, and call the module with them in a test"

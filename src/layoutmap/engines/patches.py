@@ -210,3 +210,11 @@ def wrap_method_in_context(
             return method(*args, **kwargs)
 
     return call_in_context
+
+
+def patch_method_context(
+    owner: object, name: str, make_context: Callable[[], AbstractContextManager[object]]
+) -> SelfClosingContext:
+    """Run each call of a method in a new context until the block ends."""
+    patch = AttributePatch(owner, name, lambda method: wrap_method_in_context(method, make_context))
+    return PatchGroup([patch]).activate()

@@ -131,7 +131,11 @@ def make_plan_table(
         problems = [*add_typo_corrections_to_fixes(problems, unused), *of_rules]
         assignments = [*add_corrected_rules(layout_map, of_rules, assignments)]
         problems += find_keras_output_rule_problems(layout_map, [*paths]) if builder.has_keras_rules else ()
-    matches = [layout_map.activations.match_quickly(path) for path in layers or () if layout_map.activations]
+    matches = [
+        layout_map.activations.match_without_near_misses(path)
+        for path in layers or ()
+        if layout_map.activations
+    ]
     laid_out = tuple(match for match in matches if match.rule)
     if complete and layers is not None:
         problems += find_unused_activation_rule_problems(layout_map.activations, matches)

@@ -99,10 +99,10 @@ class Rules(MutableMapping[str, Layout]):
               also matches  rule 2  d1.*: would give (model, unsharded)
               change it     change rule 1, or add a rule before it: the first rule that matches wins
         """
-        found = self.match_quickly(path)
+        found = self.match_without_near_misses(path)
         return found if found.rule else replace(found, near_misses=tuple(find_nearest_candidates(path, self)))
 
-    def match_quickly(self, path: str) -> Match:
+    def match_without_near_misses(self, path: str) -> Match:
         """Return the same as `match`, but without near misses, which take long to find."""
         won, *lost = self.matching_rules(path) or [None]
         return Match(path, won, tuple(rule for rule in lost if rule), otherwise=self._otherwise)

@@ -140,6 +140,7 @@ def load(
     source = _open_source_of_same_step(directory, step, processes)
     if isinstance(source, StepSource):
         source.verifies = verify != "no"
+        # Torch copies values into the model's memory. Other engines use the memory into which they were read.
         source.allow_cache(room_bytes, is_copied=adapter.engine_name == "torch")
     table = None
     if names is not None:

@@ -24,9 +24,7 @@ def _make_grouped_product(
     """Return a tensor with the shape of a grouped product: a 3-D operand has a matrix for each group."""
     *groups_a, rows, _inner = mat_a.shape
     *groups_b, _inner, columns = mat_b.shape
-    groups = groups_a if groups_a and groups_b else []
-    if offs is not None and not groups_a and not groups_b:
-        groups = [*offs.shape]
+    groups = groups_a if groups_b else [*offs.shape] if offs is not None and not groups_a else []
     return mat_a.new_empty((*groups, rows, columns), dtype=out_dtype or mat_a.dtype)
 
 

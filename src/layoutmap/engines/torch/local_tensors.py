@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from layoutmap.engines.patches import AttributePatch, wrap_method_in_context
+from layoutmap.engines.patches import AttributePatch, patch_method_context
 from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch.modes import TorchDispatchMode, list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
@@ -228,19 +228,11 @@ def _make_cached_shard_size_function(find_size_and_offset: Any) -> object:
     return staticmethod(find_cached_shard_size) if is_static else find_cached_shard_size
 
 
-@contextmanager
-def compute_strided_shards_in(make_context: Callable[[], AbstractContextManager[object]]) -> Generator[None]:
+def compute_strided_shards_in(
+    make_context: Callable[[], AbstractContextManager[object]],
+) -> AbstractContextManager[object]:
     """Until the block ends, DTensor computes the sizes of strided shards in a context of this kind."""
-    patch = AttributePatch(
-        StridedShard,
-        "local_shard_size_and_offset",
-        lambda compute: wrap_method_in_context(compute, make_context),
-    )
-    try:
-        patch.install()
-        yield
-    finally:
-        patch.remove()
+    return patch_method_context(StridedShard, "local_shard_size_and_offset", make_context)
 
 
 def _make_gather_of_unequal_shards(

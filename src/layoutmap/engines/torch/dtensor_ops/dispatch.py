@@ -10,15 +10,15 @@ import functools
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from layoutmap.engines.patches import AttributePatch, wrap_method_in_context
+from layoutmap.engines.patches import patch_method_context
 from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 from layoutmap.engines.torch.operators import (
     COLLECTIVES,
@@ -162,19 +162,11 @@ class OperatorDispatchPatch:
         _clear_operator_caches()
 
 
-@contextmanager
-def compute_global_shapes_in(make_context: Callable[[], AbstractContextManager[object]]) -> Generator[None]:
+def compute_global_shapes_in(
+    make_context: Callable[[], AbstractContextManager[object]],
+) -> AbstractContextManager[object]:
     """Until the block ends, DTensor computes the global shapes of results in a context of this kind."""
-    patch = AttributePatch(
-        _DISPATCHER.sharding_propagator,
-        _COMPUTE_SHAPES,
-        lambda compute: wrap_method_in_context(compute, make_context),
-    )
-    try:
-        patch.install()
-        yield
-    finally:
-        patch.remove()
+    return patch_method_context(_DISPATCHER.sharding_propagator, _COMPUTE_SHAPES, make_context)
 
 
 def _clear_operator_caches() -> None:

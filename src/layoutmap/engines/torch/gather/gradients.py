@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from layoutmap.engines.patches import AttributePatch
+from layoutmap.engines.patches import AttributePatch, PatchGroup
 from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.backward import call_after_backward, get_backward_pass_id
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -221,8 +221,9 @@ def _compute_gradient_bytes(parameter: DTensor) -> int:
     return math.prod(compute_largest_shard_shape(spec)) * get_meta(spec).dtype.itemsize
 
 
-@contextmanager
-def reduce_each_gradient_in(make_context: Callable[[], AbstractContextManager[object]]) -> Generator[None]:
+def reduce_each_gradient_in(
+    make_context: Callable[[], AbstractContextManager[object]],
+) -> AbstractContextManager[object]:
     """Until the block ends, reduce each gradient on its own, in a context of this kind, so that it can be counted."""
 
     def wrap_reduction(reduce: Callable[[list[DTensor], int], None]) -> Callable[[list[DTensor], int], None]:
@@ -234,11 +235,7 @@ def reduce_each_gradient_in(make_context: Callable[[], AbstractContextManager[ob
         return reduce_each
 
     patch = AttributePatch(sys.modules[__name__], _reduce_over_mesh_dim.__name__, wrap_reduction)
-    try:
-        patch.install()
-        yield
-    finally:
-        patch.remove()
+    return PatchGroup([patch]).activate()
 
 
 def _reduce_concatenated_gradients(parameters: list[DTensor], mesh_dim: int, reduce_op: str) -> None:
