@@ -231,7 +231,7 @@ def _make_cached_shard_size_function(find_size_and_offset: Any) -> object:
 def compute_strided_shards_in(
     make_context: Callable[[], AbstractContextManager[object]],
 ) -> AbstractContextManager[object]:
-    """Until the block ends, DTensor computes the sizes of strided shards in a context of this kind."""
+    """Let DTensor compute the sizes of strided shards in a context of this kind until the block ends."""
     return patch_method_context(StridedShard, "local_shard_size_and_offset", make_context)
 
 

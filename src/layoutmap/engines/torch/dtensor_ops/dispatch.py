@@ -165,7 +165,7 @@ class OperatorDispatchPatch:
 def compute_global_shapes_in(
     make_context: Callable[[], AbstractContextManager[object]],
 ) -> AbstractContextManager[object]:
-    """Until the block ends, DTensor computes the global shapes of results in a context of this kind."""
+    """Let DTensor compute the global shapes of results in a context of this kind until the block ends."""
     return patch_method_context(_DISPATCHER.sharding_propagator, _COMPUTE_SHAPES, make_context)
 
 

@@ -224,7 +224,7 @@ def _compute_gradient_bytes(parameter: DTensor) -> int:
 def reduce_each_gradient_in(
     make_context: Callable[[], AbstractContextManager[object]],
 ) -> AbstractContextManager[object]:
-    """Until the block ends, reduce each gradient on its own, in a context of this kind, so that it can be counted."""
+    """Reduce each gradient on its own, in a context of this kind, until the block ends, so that it can be counted."""
 
     def wrap_reduction(reduce: Callable[[list[DTensor], int], None]) -> Callable[[list[DTensor], int], None]:
         def reduce_each(parameters: list[DTensor], mesh_dim: int) -> None:
