@@ -170,6 +170,26 @@ def test_another_mesh_is_refused():
         one.redistribute(other.device_mesh, [Replicate()] * 2)
 
 
+def test_tensors_on_different_meshes_are_refused():
+    """DTensor would read the placements of the second as those of the first mesh."""
+    first, second = (
+        lm.LayoutMap(mesh, {"weight": (dims, None)}, rest="replicated").build(
+            lambda: torch.nn.Linear(8, 8), library="torch"
+        )
+        for mesh, dims in (("a=2,b=4", "a"), ("a=4,b=2", "b"))
+    )
+    with torch.no_grad(), pytest.raises(EngineError, match="combines tensors on different meshes") as caught:
+        torch.add(first.weight, second.weight)
+    assert "layoutmap.dtensor.relayout" in caught.value.fix
+
+    moved = lm.dtensor.relayout(second.weight, lm.dtensor.fetch_layout(first.weight))
+    with torch.no_grad():
+        total = torch.add(first.weight, moved)
+        torch.testing.assert_close(
+            total.full_tensor(), first.weight.full_tensor() + second.weight.full_tensor()
+        )
+
+
 def test_each_pair_of_a_method_and_a_place_is_drawn():
     """On simulated devices and in processes, once in the long run."""
     for places in (SIMULATED, list(PLACES)):

@@ -88,6 +88,13 @@ def test_operators_that_fake_tensors_refuse_are_counted():
     assert {"float32": 2 * 2 * 16 * 8 * 64 * 128} == flops
 
 
+def test_a_device_computes_its_tokens_and_experts():
+    """Of 128 tokens with two experts each, half are on a device. Sharded by expert, it computes a quarter of them."""
+    replicated, by_expert = run("blocks", "both")["experts"]
+    products = 3 * 2 * (128 // 2 * 2) * (32 * 2 * 64 + 64 * 32)
+    assert products * 3 // 4 == replicated - by_expert
+
+
 class Given:
     shape, dtype = (8, 4), "float32"
 

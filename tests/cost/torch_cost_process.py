@@ -10,6 +10,7 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.tensor.debug import CommDebugMode
 
 import layoutmap as lm
@@ -299,6 +300,26 @@ def count_other_operators():
     return sorted({each.kind for each in step.collectives}), dict(alone.flops)
 
 
+def count_flops_of_experts():
+    """Return the FLOPs of a Mixtral whose weights are replicated, and of one whose weights are sharded by expert."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    config = transformers.MixtralConfig(**sizes, **heads)
+    tokens = torch.zeros(8, 16, dtype=torch.int64)
+    flops = []
+    for dim in (None, "model"):
+        rules = lm.LayoutMap(MESH, {r".*experts\.\w+": (dim, None, None)}, rest="replicated")
+        options = {"inputs": {"input_ids": tokens, "labels": tokens}, "on": "h100", "library": "torch"}
+        plan = lm.plan(lambda: transformers.MixtralForCausalLM(config), rules, batch_dim="data", **options)
+        flops.append(plan.cost.step.flops["float32"])
+    return flops
+
+
 class ReadingValues(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -321,7 +342,8 @@ def main(names):
         hows = ["", "by name", "as pairs", "reading weights", "one twice"]
         found = {f"{how} {rules}": compare_extrapolation(how, rules) for how in hows for rules in names[1:]}
         error = find_line_and_fix_of_error()
-        print(json.dumps({"blocks": found, "operators": count_other_operators(), "error": error}))
+        more = {"operators": count_other_operators(), "experts": count_flops_of_experts(), "error": error}
+        print(json.dumps({"blocks": found} | more))
         return
     counts = {name: counted(name) for name in names}
     more = {"attention": assumed_of_attention(), "advised": advised(), "of the loss": causes_of_the_loss()}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
+from layoutmap.adapters.torch.experts import compute_share_of_experts, is_layer_of_experts
 from layoutmap.adapters.torch.optimizer_hooks import mark_optimizer_checked
 from layoutmap.adapters.torch.options import TorchOptions
 from layoutmap.adapters.torch.paths import DescribedTensor
@@ -27,7 +28,7 @@ from layoutmap.cost.extrapolation import find_block_path
 from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.protocol import Engine
 from layoutmap.engines.torch.element_types import format_dtype
-from layoutmap.engines.torch.modules import list_modules
+from layoutmap.engines.torch.modules import list_modules, mark_own_hook
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
 from layoutmap.engines.torch.trees import is_mapping, is_sequence
 
@@ -151,6 +152,8 @@ def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> Gener
         tracer.layers.append(path)
         tracer.layer_paths.add(path)
         calls.append(record_call(args, kwargs))
+        if is_layer_of_experts(module):
+            tracer.record_expert_share(path, compute_share_of_experts(module))
 
     def leave_layer(_module: object, _args: object, output: object) -> None:
         tracer.layers.pop()
@@ -175,8 +178,8 @@ def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> Gener
         return
     calls: list[Args] = []  # arguments of the calls that run
     hooks = (
-        module.register_forward_pre_hook(enter_layer, with_kwargs=True),
-        module.register_forward_hook(leave_layer),
+        module.register_forward_pre_hook(mark_own_hook(enter_layer), with_kwargs=True),
+        module.register_forward_hook(mark_own_hook(leave_layer)),
     )
     try:
         yield

@@ -110,6 +110,7 @@ class OperationCounter(TorchDispatchMode):
         self.layer_paths: set[str] = set()
         self.watched_nodes: set[object] = set()
         self.has_fused_attention = False  # whether the step called fused attention
+        self._expert_shares: dict[str, float] = {}
 
     def pause(self) -> AbstractContextManager[None]:
         """Count nothing until the block ends."""
@@ -131,6 +132,10 @@ class OperationCounter(TorchDispatchMode):
         """Record a weight of a skipped block. If an operation reads it, the block cannot be skipped."""
         local = get_local(weight) if isinstance(weight, DTensor) else weight
         self._skipped_blocks_by_storage[get_storage_key(local)] = block
+
+    def record_expert_share(self, path: str, share: float) -> None:
+        """Record the share of a layer's experts that this process computes."""
+        self._expert_shares[path] = share
 
     def count_in_phase(self, name: Phase) -> AbstractContextManager[None]:
         """Count operations as those of a phase of the step until the block ends."""
@@ -210,6 +215,8 @@ class OperationCounter(TorchDispatchMode):
             if (count_flops := _FLOP_COUNTERS.get(func.overloadpacket)) and inputs:
                 dtype = format_dtype(inputs[0].dtype)
                 number = count_flops(*args, **kwargs, out_val=result)
+                if func.overloadpacket is torch.ops.aten._grouped_mm:
+                    number *= self._find_expert_share()
                 self.flops[dtype] = self.flops.get(dtype, 0) + int(number)
         if source is None:
             self._num_computed += 1
@@ -222,6 +229,13 @@ class OperationCounter(TorchDispatchMode):
     def _current_layer(self) -> str:
         """Path of the layer that computes now. Code outside of layers, as the loss, belongs to the last layer."""
         return (self.layers[-1] if self.layers else "") or self.last_layer
+
+    def _find_expert_share(self) -> float:
+        """Return the share of a grouped product that this process computes, if all experts get as many rows."""
+        path = self._current_layer
+        while path and path not in self._expert_shares:
+            path = path.rpartition(".")[0]
+        return self._expert_shares.get(path, 1)
 
     def _find_value_source(self, inputs: Sequence[torch.Tensor], name: str, args: Args) -> _ValueSource:
         """Return the source of the result of an operator that copies, scales, or adds its inputs."""

@@ -25,6 +25,7 @@ from layoutmap.adapters.torch.compiled import (
     make_compiler_from_options,
 )
 from layoutmap.adapters.torch.dynamo import disable_dynamo_in_thread, restore_dynamo, skip_compiling
+from layoutmap.adapters.torch.experts import compute_experts, is_layer_of_experts
 from layoutmap.adapters.torch.fsdp_own import ModelCallState
 from layoutmap.adapters.torch.fsdp_units import WeightGroup, gather_weights_temporarily
 from layoutmap.adapters.torch.gradient_hooks import GradientHooks
@@ -286,9 +287,17 @@ class ShardedForward:
 
     def run_python_forward(self, args: Args, kwargs: Kwargs) -> object:
         """Run the module's Python `forward` on the mesh, and return its output in the layout of its rule."""
-        forward = self._original or _bind_class_forward(self._get_module())
+        module = self._get_module()
+        forward = self._original or _bind_class_forward(module)
+        if not kwargs and is_layer_of_experts(module) and not self._has_inner_code_of_user():
+            forward = functools.partial(compute_experts, module, forward)
         result = forward(*args, **kwargs)  # call `forward`, because `module()` would run hooks twice
-        return self._results.relayout_results(self._get_module(), result)
+        return self._results.relayout_results(module, result)
+
+    def _has_inner_code_of_user(self) -> bool:
+        """Return whether the user's code has set the `forward` of this module, or rules for outputs inside of it."""
+        inner = (each for each in self.list_forwards() if each is not self)
+        return self._original is not None or any(each._results.output_layout is not None for each in inner)
 
     def _get_module(self) -> torch.nn.Module:
         module = self._module()

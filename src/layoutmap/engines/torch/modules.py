@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle, unserializable_hook  # pyright: ignore[reportUnknownVariableType]
@@ -18,6 +18,7 @@ check_names_exist(
     (torch.Tensor, "_backward_hooks _post_accumulate_grad_hooks"),
 )
 
+H = TypeVar("H", bound=Callable[..., object])
 
 _IS_OWN = "_layoutmap_own"  # attribute that distinguishes layoutmap's hooks from those of a program
 
@@ -41,6 +42,17 @@ def list_module_hooks(module: torch.nn.Module) -> list[list[object]]:
         *(module._backward_pre_hooks, module._backward_hooks),  # pyright: ignore[reportUnknownMemberType]
     ]
     return [list(hooks.values()) for hooks in kinds]
+
+
+def mark_own_hook(hook: H) -> H:
+    """Mark a hook as layoutmap's, and return it."""
+    setattr(hook, _IS_OWN, True)
+    return hook
+
+
+def has_module_hooks_of_others(module: torch.nn.Module) -> bool:
+    """Return whether a module has hooks that are not layoutmap's."""
+    return any(not hasattr(hook, _IS_OWN) for hooks in list_module_hooks(module) for hook in hooks)
 
 
 def list_gradient_hooks_of_others(tensor: torch.Tensor) -> tuple[list[object], list[object]]:
@@ -70,7 +82,7 @@ def prepend_gradient_hooks(
     """
     for hook in (before_accumulation, after_accumulation):
         unserializable_hook(hook)  # torch.save would warn of a hook without this
-        setattr(hook, _IS_OWN, True)
+        mark_own_hook(hook)
     untyped: Any = tensor
     handles: tuple[RemovableHandle, RemovableHandle] = (
         untyped.register_hook(before_accumulation),

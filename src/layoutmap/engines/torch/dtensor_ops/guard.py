@@ -152,7 +152,24 @@ def _compute_proven_or_corrected_operator(
             f"{op}: combines a local shard with a tensor on a mesh", _list_dtensors((args, kwargs))[0]
         )
     _check_no_write_to_unsharded_tensor(op, args, kwargs)
+    _check_equal_meshes(op, _list_dtensors((args, kwargs)), mesh)
     return _compute_operator(compute_by_dtensor, op, args, kwargs, mesh)
+
+
+class DifferentMeshesError(EngineError):
+    """An operator would combine tensors on different meshes."""
+
+
+def _check_equal_meshes(op: OpOverload, tensors: Sequence[DTensor], mesh: DeviceMesh) -> None:
+    """Raise if tensors are on different meshes. DTensor would read all placements as those of the first mesh."""
+    other = next((each.device_mesh for each in tensors if each.device_mesh != mesh), None)
+    if other is not None and "_foreach_" not in op.name():  # tensors of lists are not combined
+        raise DifferentMeshesError(
+            f"{op}: combines tensors on different meshes",
+            facts={"meshes": f"{mesh}, {other}"},
+            why="the placements of a tensor belong to its own mesh",
+            fix="move one of them: layoutmap.dtensor.relayout(tensor, layout), with a layout on the mesh of the other",
+        )
 
 
 def _check_no_write_to_unsharded_tensor(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
