@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.adapters.options import ScopeOptions
 from layoutmap.adapters.torch.boundary import list_tensors, map_tensors
-from layoutmap.adapters.torch.experts import compute_share_of_experts, is_layer_of_experts
+from layoutmap.adapters.torch.experts import compute_local_share_of_experts, is_layer_of_experts
 from layoutmap.adapters.torch.optimizer_hooks import mark_optimizer_checked
 from layoutmap.adapters.torch.options import TorchOptions
 from layoutmap.adapters.torch.paths import DescribedTensor
@@ -153,7 +153,7 @@ def _track_layer_calls(module: torch.nn.Module, path: str, tracer: Any) -> Gener
         tracer.layer_paths.add(path)
         calls.append(record_call(args, kwargs))
         if is_layer_of_experts(module):
-            tracer.record_expert_share(path, compute_share_of_experts(module))
+            tracer.record_expert_share(path, compute_local_share_of_experts(module))
 
     def leave_layer(_module: object, _args: object, output: object) -> None:
         tracer.layers.pop()

@@ -194,23 +194,6 @@ def convert_device_mesh_to_mesh(device_mesh: DeviceMesh) -> Mesh | None:
     return _make_mesh_from_device_mesh(device_mesh)
 
 
-def get_part_of_device_mesh(device_mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh:
-    """Return the part of a mesh with the dims at some positions that contains this process.
-
-    Tensors on it are unrelated to those of devices outside of the part, so no operator communicates with these.
-    """
-    part = _slice_device_mesh(device_mesh, dims)
-    install_patches_for_mesh(part)
-    return part
-
-
-@cache_while_meshes_exist
-def _slice_device_mesh(device_mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh:
-    names = device_mesh.mesh_dim_names
-    assert names is not None, "the meshes of layouts have names"
-    return device_mesh[tuple(names[dim] for dim in dims)]
-
-
 @cache_while_meshes_exist
 def _make_mesh_from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     assert device_mesh.mesh_dim_names is not None

@@ -6,6 +6,7 @@ shards         functions that each device computes on its own shards
 gathered       functions that are called on gathered tensors, and the warning
 dispatch       DTensor's dispatcher, which asks `guard`; `memories` and `slices`: views that are copies
 sums           immediate reductions of partial sums, if a mesh dim does not divide the batch
+experts        layers of experts, of which each process computes a part
 the others     tables of functions: losses, norms, attention, convolutions, recurrent, rows, joining, slices, randomness
 """
 
@@ -13,6 +14,9 @@ from layoutmap.engines.torch.dtensor_ops.conversions import (
     extract_first_rank_tensor as extract_first_rank_tensor,
 )
 from layoutmap.engines.torch.dtensor_ops.dispatch import compute_global_shapes_in as compute_global_shapes_in
+from layoutmap.engines.torch.dtensor_ops.experts import compute_share_of_experts as compute_share_of_experts
+from layoutmap.engines.torch.dtensor_ops.experts import take_local_experts as take_local_experts
+from layoutmap.engines.torch.dtensor_ops.guard import DifferentMeshesError as DifferentMeshesError
 from layoutmap.engines.torch.dtensor_ops.local_values import (
     check_value_is_not_shard as check_value_is_not_shard,
 )
