@@ -21,6 +21,7 @@ MACHINERY = {
     "__init__",
     "conversions",
     "dispatch",
+    "experts",
     "linear",
     "local_values",
     "masks",

@@ -163,7 +163,8 @@ class DifferentMeshesError(EngineError):
 def _check_equal_meshes(op: OpOverload, tensors: Sequence[DTensor], mesh: DeviceMesh) -> None:
     """Raise if tensors are on different meshes. DTensor would read all placements as those of the first mesh."""
     other = next((each.device_mesh for each in tensors if each.device_mesh != mesh), None)
-    if other is not None and "_foreach_" not in op.name():  # tensors of lists are not combined
+    is_combining = op is not torch.ops.aten.equal.default and "_foreach_" not in op.name()
+    if other is not None and is_combining:
         raise DifferentMeshesError(
             f"{op}: combines tensors on different meshes",
             facts={"meshes": f"{mesh}, {other}"},
