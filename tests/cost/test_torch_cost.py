@@ -89,10 +89,14 @@ def test_operators_that_fake_tensors_refuse_are_counted():
 
 
 def test_a_device_computes_its_tokens_and_experts():
-    """Of 128 tokens with two experts each, half are on a device. Sharded by expert, it computes a quarter of them."""
-    replicated, by_expert = run("blocks", "both")["experts"]
+    """Of 128 tokens with two experts each, half are on a device. Sharded by expert, it computes a quarter of them.
+
+    If all experts are sharded, DTensor computes some of the products with gathered operands.
+    """
+    replicated, by_expert, in_expert = run("blocks", "both")["experts"]
     products = 3 * 2 * (128 // 2 * 2) * (32 * 2 * 64 + 64 * 32)
     assert products * 3 // 4 == replicated - by_expert
+    assert by_expert <= in_expert < replicated
 
 
 class Given:

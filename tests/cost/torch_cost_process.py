@@ -301,7 +301,7 @@ def count_other_operators():
 
 
 def count_flops_of_experts():
-    """Return the FLOPs of a Mixtral whose weights are replicated, and of one whose weights are sharded by expert."""
+    """Return the FLOPs of a Mixtral with replicated weights, with weights sharded by expert, and within experts."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {
         "num_attention_heads": 4,
@@ -312,8 +312,9 @@ def count_flops_of_experts():
     config = transformers.MixtralConfig(**sizes, **heads)
     tokens = torch.zeros(8, 16, dtype=torch.int64)
     flops = []
-    for dim in (None, "model"):
-        rules = lm.LayoutMap(MESH, {r".*experts\.\w+": (dim, None, None)}, rest="replicated")
+    for up, down in (((), ()), (("model", None, None),) * 2, ((None, "model", None), (None, None, "model"))):
+        weights = {r".*experts\.gate_up_proj": up, r".*experts\.down_proj": down} if up else {}
+        rules = lm.LayoutMap(MESH, weights, rest="replicated")
         options = {"inputs": {"input_ids": tokens, "labels": tokens}, "on": "h100", "library": "torch"}
         plan = lm.plan(lambda: transformers.MixtralForCausalLM(config), rules, batch_dim="data", **options)
         flops.append(plan.cost.step.flops["float32"])

@@ -226,7 +226,6 @@ def _describe_structure(values: object) -> object:
 def _map_groups_to_dims(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Return a dict from the name of each process group of a mesh to its mesh dims."""
     native = convert_to_native_layout(Layout.replicated(mesh, 0))[0]
-    simulation.list_ranks(native)  # torch caches this list, and could not compute it once tensors are fake
     return {
         native.get_group(i).group_name: (dim,)
         for i, dim in enumerate(mesh.dim_names)

@@ -10,13 +10,15 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from layoutmap.engines.tested import ImportErrorConverter
+from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
 
 with ImportErrorConverter("torch"):
     import torch.utils._python_dispatch as _dispatch
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode  # pyright: ignore[reportUnknownVariableType]
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+check_names_exist("torch", (torch._C, "_DisableTorchDispatch"))
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +34,13 @@ correct_aliases: Callable[..., object] = cast(Any, _dispatch).return_and_correct
 
 disable_function_modes = torch._C.DisableTorchFunction  # DisableTorchFunctionSubclass would not disable modes
 """Make a context in which functions are called without function modes."""
+
+
+@contextmanager
+def disable_modes() -> Generator[None]:
+    """Call operators without function modes and dispatch modes until the block ends."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # pyright: ignore[reportUnknownMemberType]
+        yield
 
 
 def skip_function_modes(function: Callable[P, R]) -> Callable[P, R]:

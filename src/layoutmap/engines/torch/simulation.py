@@ -41,7 +41,7 @@ from layoutmap.engines.torch.local_tensors import (
     list_ranks_of_root_mesh,
     make_simulation_patches,
 )
-from layoutmap.engines.torch.modes import list_dispatch_modes, skip_function_modes
+from layoutmap.engines.torch.modes import disable_modes, list_dispatch_modes, skip_function_modes
 from layoutmap.engines.torch.operators import COLLECTIVES, Function
 from layoutmap.engines.torch.per_rank import (
     can_run_without_simulation_mode,
@@ -269,7 +269,8 @@ def simulate_ranks(ranks: Iterable[int]) -> Generator[None]:
 @functools.lru_cache(maxsize=256)  # torch recomputes the list at each call
 def list_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the ranks of a device mesh in row-major order."""
-    return tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
+    with disable_modes():  # a mode, such as that of fake tensors, would see the tensor of ranks
+        return tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def simulate_ranks_of_mesh(mesh: DeviceMesh) -> AbstractContextManager[None]:
