@@ -301,6 +301,8 @@ def _has_proven_sharding_rule(op: OpOverload, name: str, args: Args, kwargs: Kwa
     if name in REDUCTIONS:
         position = list_argument_names(op).index("reduction")
         return (args[position] if position < len(args) else kwargs.get("reduction")) in REDUCTIONS[name]
+    if name == "histc":  # without bounds, each shard would have its own
+        return len(args) == 4 and args[2] < args[3]
     if name in ALONG and not _has_equal_other_axes(args[0], args[1], args):
         return False
     # In forward passes, `lookups.py` computes `gather`, so this is a backward pass. Return False, so that the operand

@@ -22,7 +22,7 @@ _VIEWS = """
 expand permute select slice split split_with_sizes squeeze t transpose unsqueeze view _unsafe_view
 """
 _REDUCTIONS = """
-all amax amin any argmax argmin cumsum logsumexp mean std sum var var_mean linalg_vector_norm
+all amax amin any argmax argmin cumsum histc logsumexp mean std sum var var_mean linalg_vector_norm
 _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data native_layer_norm native_layer_norm_backward
 """
 _PRODUCTS = "addmm baddbmm bmm dot mm _grouped_mm"
