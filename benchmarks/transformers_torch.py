@@ -3,19 +3,25 @@
     python benchmarks/transformers_torch.py                       all families of causal language models: an hour
     python benchmarks/transformers_torch.py --count 30 --seed 1   thirty random families
     python benchmarks/transformers_torch.py --family gpt2 --family mamba
+    python benchmarks/transformers_torch.py --experts --processes 4   those with experts, in four processes
 
 Each family is tried with one small model. On a mesh of batch=2, model=2 each weight has a random layout from the seed,
 and the batch is sharded over "batch". The loss and all gradients of a step of SGD are compared with torch on one
 device. Then each model generates four tokens, also with a static cache if the unsharded model can. Each family runs in
-its own process. Families that torch itself cannot make small, train, or generate from count separately.
+its own process, on simulated devices, or with `--processes 4` in four processes. Families that torch itself cannot
+make small, train, or generate from count separately.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
 import random
+import sys
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from measure import make_parser, print_outcome, try_families
@@ -50,11 +56,23 @@ SIZES = {
 LARGEST = 5_000_000  # parameters: some configurations ignore these sizes
 
 
+def is_one_of_several_processes() -> bool:
+    """Return whether torchrun has started this process."""
+    return "RANK" in os.environ
+
+
+def print_first_outcome(name: str, outcome: str, reason: str) -> None:
+    """Print the outcome of a family in the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        print_outcome(name, outcome, reason)
+
+
 def try_family(name: str, seed: int) -> None:
     """Train and generate with one family in this process, and print its outcome."""
     import layoutmap as lm
 
-    lm.simulate_devices(4, "torch")
+    if not is_one_of_several_processes():
+        lm.simulate_devices(4, "torch")
     import torch
     import transformers
 
@@ -71,12 +89,14 @@ def try_family(name: str, seed: int) -> None:
         with torch.device("meta"):
             count = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
         if count > LARGEST:
-            print_outcome(name, "not small", f"{count:,} parameters")
+            print_first_outcome(name, "not small", f"{count:,} parameters")
             return
         unsharded = make()
         expected = train_step(unsharded)
     except Exception as error:  # this library has not run yet
-        print_outcome(name, "not on plain torch", f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+        print_first_outcome(
+            name, "not on plain torch", f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+        )
         return
     choose = random.Random(f"{seed} {name}")
     layout_map = lm.LayoutMap("batch=2,model=2", rest="replicated")
@@ -93,7 +113,7 @@ def try_family(name: str, seed: int) -> None:
             for key, one in expected.items()
         )
         if worst[0] > TOLERANCE or actual.keys() != expected.keys():
-            print_outcome(name, "wrong", f"{worst}")
+            print_first_outcome(name, "wrong", f"{worst}")
             return
         results = [f"{worst[0]:.0e}"]
         for cache in ("dynamic", "static"):
@@ -103,13 +123,13 @@ def try_family(name: str, seed: int) -> None:
             except Exception:  # torch itself cannot generate with this cache
                 continue
             if not torch.equal(tokens, generate_tokens(model, cache)):
-                print_outcome(name, "wrong", stage)
+                print_first_outcome(name, "wrong", stage)
                 return
             results.append(f"generates ({cache})")
-        print_outcome(name, "right", ", ".join(results))
+        print_first_outcome(name, "right", ", ".join(results))
     except Exception as error:
         outcome = "outdated slice" if "outdated" in str(error) else "failed"
-        print_outcome(
+        print_first_outcome(
             name, outcome, f"{stage}: {type(error).__name__}: {' | '.join(str(error).splitlines()[:6])}"
         )
 
@@ -159,19 +179,31 @@ def main() -> None:
     parser.add_argument("--family", action="append", default=[])
     parser.add_argument("--count", type=int, help="number of random families (default: all)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--experts", action="store_true", help="only families with layers of experts")
+    parser.add_argument("--processes", type=int, choices=(1, 4), default=1, help="1: simulated devices")
     parser.add_argument(
         "--seconds", type=float, default=300, help="time limit of a family (default: %(default)s)"
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child and args.processes > 1 and not is_one_of_several_processes():
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}")
+        os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv])
     if args.child:
         try_family(args.child, args.seed)
         return
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if args.experts:
+        sources = {
+            name: Path(inspect.getfile(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])))
+            for name in known
+        }
+        known = [name for name in known if "@use_experts_implementation" in sources[name].read_text()]
     names = args.family or random.Random(args.seed).sample(known, k=len(known))
-    options = ("--seed", str(args.seed))
+    options = ("--seed", str(args.seed), "--processes", str(args.processes))
     try_families(names[: args.count], options, {"HF_HUB_OFFLINE": "1"}, args.seconds)
 
 
