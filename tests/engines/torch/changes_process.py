@@ -46,6 +46,9 @@ HOOKS = {
         **vars(DTensor._op_dispatcher),
         **{str(op): handler for op, handler in DTensor._op_dispatcher._custom_op_handlers.items()},
     },
+    "torch.distributed.tensor.experimental.register_sharding": lambda: {
+        str(op): rule for op, rule in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs.items()
+    },
     "torch.nn.modules.module._global_module_registration_hooks": (
         lambda: of_modules._global_module_registration_hooks
     ),

@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
@@ -58,11 +58,19 @@ check_names_exist(
         _DISPATCHER,
         f"{_PROPAGATE} {_TAIL} {_RESULTS} redistribute_local_args _custom_op_handlers sharding_propagator",
     ),
-    (_DISPATCHER.sharding_propagator, f"op_strategy_funcs propagate_op_sharding {_COMPUTE_SHAPES}"),
+    (
+        _DISPATCHER.sharding_propagator,
+        f"op_strategy_funcs op_to_schema_info propagate_op_sharding {_COMPUTE_SHAPES}",
+    ),
     (_Planner, f"{_SEARCH} get_next_state"),
     (torch._C, "_clear_DTensor_sharding_propagator_cache _dispatch_has_kernel_for_dispatch_key"),
 )
 
+_RULE_TABLES = (
+    "op_strategy_funcs",
+    "op_single_dim_strategy_funcs",
+    "op_to_rules",
+)  # releases have different ones
 _TORCH_NAMESPACES = ("aten", "prims", *COLLECTIVES)
 
 
@@ -75,6 +83,20 @@ def is_custom_operator_without_rule(function: Function) -> bool:
         getattr(packet, name) not in _DISPATCHER.sharding_propagator.op_strategy_funcs
         for name in packet.overloads()
     )
+
+
+def has_sharding_rule(op: OpOverload) -> bool:
+    """Return whether DTensor has a sharding rule for an operator."""
+    propagator: Any = _DISPATCHER.sharding_propagator
+    return any(op in getattr(propagator, table, ()) for table in _RULE_TABLES)
+
+
+def remove_sharding_rules(ops: Sequence[OpOverload]) -> None:
+    """Remove registered sharding rules of operators from DTensor."""
+    propagator: Any = _DISPATCHER.sharding_propagator
+    for op in ops:
+        propagator.op_strategy_funcs.pop(op, None)
+        propagator.op_to_schema_info.pop(op, None)
 
 
 def replace_argument_by_view(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:

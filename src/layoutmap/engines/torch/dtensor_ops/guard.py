@@ -30,6 +30,7 @@ from layoutmap.engines.torch.dtensor_ops.dispatch import (
     list_redistributed_argument_specs,
     replace_argument_by_view,
 )
+from layoutmap.engines.torch.dtensor_ops.elementwise import register_missing_rules
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     compute_on_gathered_tensors,
     find_changed_tensors,
@@ -81,7 +82,7 @@ _AXIS_POSITIONS = (
 _ADDS_BOOLEANS = is_older_than("torch", "2.14")
 """Whether DTensor sums partial booleans that are multiplied with numbers, although their reduction is `or`."""
 
-_EXTREMES = frozenset(("amax", "amin", "argmax", "argmin"))
+_EXTREMES = frozenset(("amax", "amin", "argmax", "argmin", "max", "min"))
 
 _RESHAPING_IN_PLACE = frozenset(("t_", "transpose_", "squeeze_", "unsqueeze_"))
 """In-place operators that change a tensor's shape. Without the underscore they return views."""
@@ -112,6 +113,7 @@ def correct_operators_on_mesh(device_mesh: DeviceMesh) -> None:
     """Let DTensor's own rules compute, on this mesh, only operators that are proven to be correct."""
     if device_mesh not in meshes:
         meshes.add(device_mesh)
+        register_missing_rules()
         install_patches(OPERATOR_DISPATCH_PATCH)
 
 

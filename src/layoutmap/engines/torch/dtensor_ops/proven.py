@@ -16,13 +16,16 @@ logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul
 pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin
 sinc sinh softplus special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri
 special_xlog1py sqrt square sub tan tanh tanh_backward threshold_backward trunc where xlogy _conj conj_physical clone
-_to_copy detach alias copy
+_to_copy detach alias copy celu hardshrink hardsigmoid hardtanh softshrink threshold
+elu_backward hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward
+softplus_backward softshrink_backward
 """
 _VIEWS = """
-expand permute select slice split split_with_sizes squeeze t transpose unsqueeze view _unsafe_view
+expand permute select slice split split_with_sizes squeeze t transpose unsqueeze view _unsafe_view view_as_complex
+view_as_real
 """
 _REDUCTIONS = """
-all amax amin any argmax argmin cumsum histc logsumexp mean std sum var var_mean linalg_vector_norm
+all amax amin any argmax argmin cumsum histc logsumexp max mean min std sum var var_mean linalg_vector_norm
 _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data native_layer_norm native_layer_norm_backward
 """
 _PRODUCTS = "addmm baddbmm bmm dot mm _grouped_mm"

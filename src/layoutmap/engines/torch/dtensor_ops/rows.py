@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from layoutmap.engines.torch.dtensor_ops.shards import make_shard_handler
 from layoutmap.engines.torch.operators import Args, Function, Kwargs
-from layoutmap.engines.torch.placing import find_reachable_placements, redistribute_if_needed
 
 
 def _compute_rms_norm(function: Function, args: Args, kwargs: Kwargs) -> object:
@@ -24,7 +23,6 @@ def _compute_pad(function: Function, args: Args, kwargs: Kwargs) -> object:
     return _make_last_axes_handler(len(given["pad"]) // 2)(function, args, kwargs)
 
 
-_ALL = make_shard_handler(lambda rank: range(rank))
 _FIRST = make_shard_handler(lambda rank: range(1))
 
 
@@ -33,27 +31,12 @@ def _make_last_axes_handler(num_axes: int) -> Function:
     return make_shard_handler(lambda rank: range(rank - num_axes))
 
 
-def _compute_with_inplace_option(function: Function, args: Args, kwargs: Kwargs) -> object:
-    """Compute a function with an option `inplace`. If it is true, the result is copied to the input."""
-    given = {**dict(zip(_PARAMETERS[function], args, strict=False)), **kwargs}
-    if not given.pop("inplace", False):
-        return _ALL(function, (), given)
-    x = given["input"]
-    result = _ALL(function, (), {**given, "input": x.clone()})  # backward needs x, which is overwritten below
-    return x.copy_(redistribute_if_needed(result, find_reachable_placements(x)))
-
-
-_PARAMETERS: dict[object, tuple[str, ...]] = {
-    F.hardtanh: ("input", "min_val", "max_val", "inplace"),
-    **dict.fromkeys((F.relu6, F.hardswish, F.hardsigmoid), ("input", "inplace")),
-}
 ROWS: dict[object, Function] = {
     F.rms_norm: _compute_rms_norm,
     F.pad: _compute_pad,
     F.unfold: _make_last_axes_handler(3),
     F.fold: _make_last_axes_handler(2),
-    **dict.fromkeys(_PARAMETERS, _compute_with_inplace_option),
-    **dict.fromkeys((F.logsigmoid, F.hardshrink, F.softshrink), _ALL),
+    F.logsigmoid: make_shard_handler(range),
     F.prelu: _FIRST,  # each weight belongs to an index of axis 1, so only axis 0 stays sharded
     **dict.fromkeys(
         (F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d, F.adaptive_max_pool1d), _make_last_axes_handler(1)
