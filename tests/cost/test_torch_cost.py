@@ -93,7 +93,8 @@ def test_a_device_computes_its_tokens_and_experts():
 
     If all experts are sharded, DTensor computes some of the products with gathered operands.
     """
-    replicated, by_expert, in_expert = run("blocks", "both")["experts"]
+    (replicated, by_expert, in_expert), notes = run("blocks", "both")["experts"]
+    assert [[], ["all experts get equally many tokens"], []] == notes
     products = 3 * 2 * (128 // 2 * 2) * (32 * 2 * 64 + 64 * 32)
     assert products * 3 // 4 == replicated - by_expert
     assert by_expert <= in_expert < replicated

@@ -301,7 +301,7 @@ def count_other_operators():
 
 
 def count_flops_of_experts():
-    """Return the FLOPs of a Mixtral with replicated weights, with weights sharded by expert, and within experts."""
+    """Return the FLOPs and notes of a Mixtral with replicated weights, and weights sharded by or within experts."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {
         "num_attention_heads": 4,
@@ -311,14 +311,15 @@ def count_flops_of_experts():
     }
     config = transformers.MixtralConfig(**sizes, **heads)
     tokens = torch.zeros(8, 16, dtype=torch.int64)
-    flops = []
+    flops, notes = [], []
     for up, down in (((), ()), (("model", None, None),) * 2, ((None, "model", None), (None, None, "model"))):
         weights = {r".*experts\.gate_up_proj": up, r".*experts\.down_proj": down} if up else {}
         rules = lm.LayoutMap(MESH, weights, rest="replicated")
         options = {"inputs": {"input_ids": tokens, "labels": tokens}, "on": "h100", "library": "torch"}
         plan = lm.plan(lambda: transformers.MixtralForCausalLM(config), rules, batch_dim="data", **options)
         flops.append(plan.cost.step.flops["float32"])
-    return flops
+        notes.append([note for note in plan.cost.step.notes if "experts" in note])
+    return flops, notes
 
 
 class ReadingValues(torch.nn.Module):

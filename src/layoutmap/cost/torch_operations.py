@@ -110,6 +110,7 @@ class OperationCounter(TorchDispatchMode):
         self.layer_paths: set[str] = set()
         self.watched_nodes: set[object] = set()
         self.has_fused_attention = False  # whether the step called fused attention
+        self.divides_experts = False  # whether this process computes some experts of a layer only
         self._expert_shares: dict[str, float] = {}
 
     def pause(self) -> AbstractContextManager[None]:
@@ -136,6 +137,7 @@ class OperationCounter(TorchDispatchMode):
     def record_expert_share(self, path: str, share: float) -> None:
         """Record the share of a layer's experts that this process computes."""
         self._expert_shares[path] = share
+        self.divides_experts |= share < 1
 
     def count_in_phase(self, name: Phase) -> AbstractContextManager[None]:
         """Count operations as those of a phase of the step until the block ends."""

@@ -52,6 +52,7 @@ from layoutmap.engines.torch.specs import clear_sharding_caches, get_local, make
 
 _EAGER = "each operation reads its operands from memory and writes its results, as without torch.compile"
 _ACCUMULATED = "the weights of a block are gathered together, under the name of the first weight"
+_EVEN_ROUTING = "all experts get equally many tokens"
 
 
 # Formulas are wrong if layouts conflict, so count operations while the step runs on fake tensors (decisions/0156).
@@ -62,7 +63,7 @@ class StepCostCounter:
         self._step = step
         self._blocks = BlockExtrapolation(step)
         self._layer_paths: set[str] = set()  # paths of the layers that ran
-        self._has_fused_attention = False
+        self._has_fused_attention = self._divides_experts = False
 
     def compute_cost(
         self, assignments: Sequence[Assignment], policy: LayoutPolicy, *, with_peak_tensors: bool = False
@@ -95,7 +96,13 @@ class StepCostCounter:
             counts.traffic,
             argument_bytes,
             argument_bytes + _find_peak_bytes(counts, combined),
-            (_EAGER, _ACCUMULATED, *[FUSED_ATTENTION] * self._has_fused_attention, *self._step.notes),
+            (
+                _EAGER,
+                _ACCUMULATED,
+                *[FUSED_ATTENTION] * self._has_fused_attention,
+                *[_EVEN_ROUTING] * self._divides_experts,
+                *self._step.notes,
+            ),
         )
 
     def _run_step(
@@ -124,6 +131,7 @@ class StepCostCounter:
             self._step.run(counter, values, batch)
             blocks.check_all_calls()
         self._has_fused_attention |= counter.has_fused_attention
+        self._divides_experts |= counter.divides_experts
         self._layer_paths |= counter.layer_paths
         return counter.make_step_counts()
 
