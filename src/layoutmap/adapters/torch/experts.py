@@ -61,8 +61,10 @@ def compute_experts(module: torch.nn.Module, forward: Function, *tensors: Any) -
         for each in module.modules()
         for name, weight in each.named_parameters(recurse=False, remove_duplicate=False)
     }
-    are_on_mesh = all(isinstance(each, DTensor) for each in (*tensors, *weights.values()))
-    if not are_on_mesh or _needs_all_tokens(module):
+    are_on_mesh = len(tensors) == 3 and all(
+        isinstance(each, DTensor) for each in (*tensors, *weights.values())
+    )
+    if not are_on_mesh or needs_all_tokens(module):
         return forward(*tensors)
     part = take_local_experts(tensors, [*weights.values()], _count_divisible_experts(module))
     if part is None:
@@ -87,7 +89,7 @@ def compute_local_share_of_experts(module: torch.nn.Module) -> float:
     """Return the share of a layer's experts that this process computes when the layer is called."""
     weights = [each for each in module.parameters() if isinstance(each, DTensor)]
     num_experts = _count_divisible_experts(module)
-    if num_experts is None or not weights or _needs_all_tokens(module):
+    if num_experts is None or not weights or needs_all_tokens(module):
         return 1.0
     return compute_share_of_experts(weights, num_experts)
 
@@ -102,7 +104,7 @@ def _count_divisible_experts(module: Any) -> int | None:
     return module.num_experts if is_divisible else None
 
 
-def _needs_all_tokens(module: torch.nn.Module) -> bool:
+def needs_all_tokens(module: torch.nn.Module) -> bool:
     """Return whether code inside of a layer may need the tokens of all processes.
 
     Hooks do, and draws of random numbers. Tensors that are not parameters would combine with those of one process.

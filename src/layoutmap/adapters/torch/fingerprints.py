@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from layoutmap.adapters.fingerprints import format_function_fingerprint, format_setting
+from layoutmap.adapters.torch.experts import is_layer_of_experts, needs_all_tokens
 from layoutmap.engines.agreement import NamedText
 from layoutmap.engines.torch.modules import list_modules
 
@@ -23,6 +24,8 @@ def iterate_module_descriptions(module: torch.nn.Module, forwards: Iterable[obje
         yield f"{name}: training", str(each.training)
         weights = each.named_parameters(recurse=False)
         yield f"{name}: trainable", str([name for name, weight in weights if weight.requires_grad])
+        if is_layer_of_experts(each):  # processes that do not agree here would wait for each other
+            yield f"{name}: needs all tokens", str(needs_all_tokens(each))
         if kind.__module__.startswith("torch.nn."):
             # A ParameterList prints the GPU of each parameter, which differs between processes, so remove it.
             yield f"{name}: settings", re.sub(r"(GPU |cuda:)\d+", r"\1", each.extra_repr())

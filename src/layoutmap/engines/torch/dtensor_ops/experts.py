@@ -72,9 +72,10 @@ def take_local_experts(
     """
     if simulation.is_simulated():  # this process computes the tokens of all devices
         return None
-    if any(each.ndim != 2 for each in tensors) or not tensors[0].shape[0]:
-        return None
     mesh, specs = tensors[0].device_mesh, [get_spec(each) for each in weights]
+    is_on_mesh = mesh.get_coordinate() is not None and all(each.mesh == mesh for each in specs)
+    if not is_on_mesh or any(each.ndim != 2 for each in tensors) or not tensors[0].shape[0]:
+        return None
     sharded = _list_sharded_dims(specs)
     token_axes = find_axes_that_stay_sharded(tensors, mesh, {0}, excluded_mesh_dims=sharded)
     expert_dims, num_local_experts = _find_expert_dims(specs, sharded, num_experts)
