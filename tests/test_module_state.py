@@ -58,6 +58,7 @@ STATE = {
     "engines.torch.dtensor_ops.guard._reduced_gradients": "gradients of a backward pass with reduced sums; weakly held",
     "engines.torch.specs._cached_functions": "the caches of what is known of meshes, emptied as DTensor's are",
     "engines.torch.dtensor_ops.gathered._warned_functions": "each function is warned of once in a process",
+    "engines.torch.dtensor_ops.gathered._thread_state": "whether warnings of gathering are ignored, on each thread",
     "engines.torch.deferred_init.streams._scratch_buffers": "memory for random numbers, one piece on each thread",
     "engines.torch.malloc._find_malloc_trim": "the C library's function",
     "engines.jax.corrections._permanent_use": "our rules in JAX's tables: they stay, since programs and arrays do",

@@ -1,9 +1,16 @@
 """Layers of experts compute only the tokens of their process, and the numbers are those of one process."""
 
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from engines import several_processes
+from transformers_models import SIZES
+
+import layoutmap as lm
+from layoutmap.engines.torch.dtensor_ops import gathered
 
 PROCESSES = ("torch",)
 WORKER = Path(__file__).with_name("torch_experts_process.py")
@@ -23,3 +30,18 @@ def test_drawn_models_with_experts(tmp_path, size, seed, count):
             assert each["difference"] < 1, each
             assert each["hooks"][0] == each["hooks"][1], each
             assert each["rows"][0] == each["rows"][1], each
+
+
+@pytest.mark.parametrize(("rows", "warns"), [(4, False), (3, True)])
+def test_simulated_devices_warn_of_what_several_processes_gather(rows, warns, monkeypatch):
+    """An uneven batch is gathered in several processes, too."""
+    monkeypatch.setattr(gathered, "_warned_functions", set())
+    model = lm.LayoutMap("batch=2", rest="replicated").build(
+        lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES)),
+        batch_dim="batch",
+        library="torch",
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model(torch.zeros(rows, 5, dtype=torch.int64))
+    assert warns == any("gathered" in str(each.message) for each in found)

@@ -7,7 +7,7 @@ weights of all experts.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.tested import check_names_exist
 from layoutmap.engines.torch.dtensor_ops import (
     DifferentMeshesError,
+    can_divide_experts,
     compute_share_of_experts,
+    ignore_gathering_temporarily,
     take_local_experts,
 )
 from layoutmap.engines.torch.modes import skip_function_modes
@@ -66,9 +68,11 @@ def compute_experts(module: torch.nn.Module, forward: Function, *tensors: Any) -
     )
     if not are_on_mesh or needs_all_tokens(module):
         return forward(*tensors)
-    part = take_local_experts(tensors, [*weights.values()], _count_divisible_experts(module))
+    layer = tensors, [*weights.values()], _count_divisible_experts(module)
+    part = take_local_experts(*layer)
     if part is None:
-        return forward(*tensors)
+        with ignore_gathering_temporarily() if can_divide_experts(*layer) else nullcontext():
+            return forward(*tensors)
     changed = zip(weights, weights.values(), part.weights, strict=True)
     try:
         with ExitStack() as stack:

@@ -70,18 +70,11 @@ def take_local_experts(
         weights: The weights of the layer.
         num_experts: The number of experts; `None`: the layer computes all of them.
     """
-    if simulation.is_simulated():  # this process computes the tokens of all devices
-        return None
     mesh, specs = tensors[0].device_mesh, [get_spec(each) for each in weights]
-    is_on_mesh = mesh.get_coordinate() is not None and all(each.mesh == mesh for each in specs)
-    if not is_on_mesh or any(each.ndim != 2 for each in tensors) or not tensors[0].shape[0]:
+    dims = _find_dims(tensors, specs, num_experts)
+    if dims is None or simulation.is_simulated():  # this process computes the tokens of all simulated devices
         return None
-    sharded = _list_sharded_dims(specs)
-    token_axes = find_axes_that_stay_sharded(tensors, mesh, {0}, excluded_mesh_dims=sharded)
-    expert_dims, num_local_experts = _find_expert_dims(specs, sharded, num_experts)
-    other_dims = tuple(dim for dim in sharded if dim not in expert_dims)
-    if not token_axes and not expert_dims:
-        return None
+    token_axes, expert_dims, other_dims, num_local_experts = dims
 
     def wrap(
         local: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int] | None
@@ -113,6 +106,14 @@ def take_local_experts(
     )
 
 
+@skip_function_modes
+def can_divide_experts(
+    tensors: Sequence[DTensor], weights: Sequence[DTensor], num_experts: int | None
+) -> bool:
+    """Return whether several processes would each compute a part of a layer of experts."""
+    return _find_dims(tensors, [get_spec(each) for each in weights], num_experts) is not None
+
+
 def compute_share_of_experts(weights: Sequence[DTensor], num_experts: int) -> float:
     """Return the share of a layer's experts that this process computes."""
     specs = [get_spec(each) for each in weights]
@@ -125,6 +126,21 @@ def _slice_device_mesh(device_mesh: DeviceMesh, dims: tuple[int, ...]) -> Device
     names = device_mesh.mesh_dim_names
     assert names is not None, "the meshes of layouts have names"
     return device_mesh[tuple(names[dim] for dim in dims)]
+
+
+def _find_dims(
+    tensors: Sequence[DTensor], specs: Sequence[DTensorSpec], num_experts: int | None
+) -> tuple[dict[int, int], tuple[int, ...], tuple[int, ...], int] | None:
+    """Return the first four fields of `LocalExperts`, or None if all processes must compute the whole layer."""
+    mesh = tensors[0].device_mesh
+    is_on_mesh = mesh.get_coordinate() is not None and all(each.mesh == mesh for each in specs)
+    if not is_on_mesh or any(each.ndim != 2 for each in tensors) or not tensors[0].shape[0]:
+        return None
+    sharded = _list_sharded_dims(specs)
+    token_axes = find_axes_that_stay_sharded(tensors, mesh, {0}, excluded_mesh_dims=sharded)
+    expert_dims, num_local_experts = _find_expert_dims(specs, sharded, num_experts)
+    other_dims = tuple(dim for dim in sharded if dim not in expert_dims)
+    return (token_axes, expert_dims, other_dims, num_local_experts) if token_axes or expert_dims else None
 
 
 def _list_sharded_dims(specs: Sequence[DTensorSpec]) -> list[int]:

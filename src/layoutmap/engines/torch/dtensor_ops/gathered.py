@@ -6,8 +6,10 @@ Each process gathers the tensors and computes the whole function, so the result 
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from layoutmap.core.errors import LayoutMapWarning, format_message
 from layoutmap.core.users_line import find_user_stacklevel
+from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.torch.dtensor_ops.shards import find_device_mesh
 from layoutmap.engines.torch.operators import (
     OPERATORS,
@@ -126,9 +129,23 @@ def format_function_name(function: Function) -> str:
 _warned_functions: set[str] = set()
 
 
+class _ThreadState(threading.local):
+    """Whether this thread warns of functions that are computed on gathered tensors."""
+
+    warns = True
+
+
+_thread_state = _ThreadState()
+
+
+def ignore_gathering_temporarily() -> AbstractContextManager[None]:
+    """Do not warn of gathered tensors until the block ends, because several processes do not gather there."""
+    return set_attribute_temporarily(_thread_state, "warns", False)
+
+
 def warn_of_gathering(name: str, why: str) -> None:
     """Warn that a function is computed on gathered tensors. It warns once per function."""
-    if name in _warned_functions:
+    if name in _warned_functions or not _thread_state.warns:
         return
     _warned_functions.add(name)
     why = next(iter(why.strip().splitlines()), "")
