@@ -164,7 +164,7 @@ class ShardedForward:
 
     def make_structure_key(self) -> object:
         """Return a key that is equal for forwards that compile to the same graph for one module."""
-        return id(self._original), self._results.output_layout, id(self.context)
+        return id(self._original), self.output_layout, id(self.context)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the module. Unsharded inputs give unsharded outputs, and DTensor inputs give DTensor outputs.
@@ -294,10 +294,15 @@ class ShardedForward:
         result = forward(*args, **kwargs)  # call `forward`, because `module()` would run hooks twice
         return self._results.relayout_results(module, result)
 
+    @property
+    def output_layout(self) -> Layout | None:
+        """The layout that a rule gives the module's output, or None if no rule does."""
+        return self._results.output_layout
+
     def _has_inner_code_of_user(self) -> bool:
         """Return whether the user's code has set the `forward` of this module, or rules for outputs inside of it."""
         inner = (each for each in self.list_forwards() if each is not self)
-        return self._original is not None or any(each._results.output_layout is not None for each in inner)
+        return self._original is not None or any(each.output_layout is not None for each in inner)
 
     def _get_module(self) -> torch.nn.Module:
         module = self._module()
