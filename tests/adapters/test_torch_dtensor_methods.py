@@ -182,6 +182,12 @@ def test_tensors_on_different_meshes_are_refused():
         torch.add(first.weight, second.weight)
     assert "layoutmap.dtensor.relayout" in caught.value.fix
 
+    optimizer = torch.optim.AdamW(
+        [first.weight, second.weight], fused=True
+    )  # its operator takes lists of both
+    first.weight.grad, second.weight.grad = (torch.ones_like(each.weight) for each in (first, second))
+    optimizer.step()
+
     moved = lm.dtensor.relayout(second.weight, lm.dtensor.fetch_layout(first.weight))
     with torch.no_grad():
         total = torch.add(first.weight, moved)

@@ -54,7 +54,7 @@ MESHES = {
     4: ["batch=4", "batch=2,model=2", "model=2,batch=2", "replica=2,batch=2"],
 }
 # Programs in which code inside of the experts sees all tokens.
-INNER = ("inner hook", "parametrized", "tensor of the model")
+INNER = ("inner hook", "inner forward", "parametrized", "tensor of the model")
 # The sharded axis of each weight, for the mesh dims of the batch and of the model.
 RULES = {
     "replicated": ({}, {}),
@@ -77,8 +77,8 @@ def find_experts(model):
     return next(each for path, each in model.named_modules() if path.endswith(".experts"))
 
 
-def count_rows(experts):
-    """Count the rows of tokens that each function inside of the experts gets."""
+def count_rows(experts, names=("_apply_gate", "act_fn")):
+    """Count the rows of tokens that each of some functions inside of the experts gets."""
     rows = defaultdict(int)
 
     def wrap(name, function):
@@ -88,7 +88,7 @@ def count_rows(experts):
 
         return count
 
-    for name in ("_apply_gate", "act_fn"):
+    for name in names:
         if hasattr(experts, name):
             function = getattr(experts, name)
             vars(experts)[name] = wrap(name, function)
@@ -107,6 +107,8 @@ def prepare(model, program):
         experts.inner, apply_gate = torch.nn.Identity(), experts._apply_gate
         experts._apply_gate = lambda values: apply_gate(experts.inner(values))
         experts.inner.register_forward_hook(lambda _, inputs, output: seen.append(tuple(output.shape)))
+    elif program == "inner forward" and hasattr(experts, "act_fn"):
+        experts.act_fn.forward = lambda values: values - values.mean(0)  # of all tokens
     elif program == "parametrized":
         torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Tanh())
     elif program == "tensor of the model":
@@ -169,7 +171,8 @@ def compare(seed):
         torch.manual_seed(seed)
         model = maker()
         seen[name] = prepare(model, program)
-        counted[name] = count_rows(find_experts(model))
+        functions = ("_apply_gate",) if program in INNER else ("_apply_gate", "act_fn")
+        counted[name] = count_rows(find_experts(model), functions)
         results[name] = train(model, batch, program)
     differences = [
         ((mine - other).norm() / (other.norm() + 1e-3)).item()
@@ -181,7 +184,8 @@ def compare(seed):
         for pair in zip(*seen.values(), strict=True)
     ]
     parts = prod(int(part.split("=")[1]) for part in mesh.split(",") if not part.startswith("model"))
-    is_split = rows % parts == 0 and program not in INNER
+    is_inner = program in INNER and (program != "inner forward" or hasattr(find_experts(model), "act_fn"))
+    is_split = rows % parts == 0 and not is_inner
     # If a layer turns out to need all tokens, it is computed again.
     sums = [next(iter(each.values())) for each in counted.values()] if program != INNER[-1] else [0, 0]
     return {

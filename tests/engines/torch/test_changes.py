@@ -160,3 +160,34 @@ def test_torch_is_put_back_after_a_mesh_without_the_first_rank():
     ended = forked.run(FIRST_RANK_IS_NOT_ON_IT)
 
     assert ("True False 8.0 8.0\n", 0) == (ended.stdout, ended.returncode), ended.stderr
+
+
+REGISTERED = """
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import register_sharding
+
+import layoutmap as lm
+from layoutmap.engines.torch.changes import restore_torch
+
+op = torch.ops.aten.softplus_backward.default
+rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+build = lm.LayoutMap("x=2", rest="replicated").build
+model = build(lambda: torch.nn.Linear(2, 2), library="torch")
+assert op in rules
+register_sharding(op)(lambda *_: [([Replicate()], [Replicate(), Replicate(), None, None])])
+own = rules[op]
+restore_torch()
+assert rules[op] is own
+del rules[op]
+build(lambda: torch.nn.Linear(2, 2), library="torch")
+restore_torch()
+assert op not in rules
+print("right")
+"""
+
+
+def test_a_rule_that_a_program_registers_stays():
+    """Only the rules of layoutmap end with its tensors."""
+    ended = forked.run(REGISTERED)
+    assert ended.stdout.endswith("right\n"), ended.stderr[-2000:]

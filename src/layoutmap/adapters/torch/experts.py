@@ -7,7 +7,7 @@ weights of all experts.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from layoutmap.adapters.torch.fsdp_own import swap_tensors_temporarily
 from layoutmap.adapters.torch.paths import TensorAttribute
 from layoutmap.engines.patches import set_attribute_temporarily
 from layoutmap.engines.tested import check_names_exist
+from layoutmap.engines.torch import simulation
 from layoutmap.engines.torch.dtensor_ops import (
     DifferentMeshesError,
-    can_divide_experts,
     compute_share_of_experts,
+    divide_experts,
     ignore_gathering_temporarily,
-    take_local_experts,
 )
 from layoutmap.engines.torch.modes import skip_function_modes
 from layoutmap.engines.torch.modules import has_module_hooks_of_others
@@ -68,25 +68,29 @@ def compute_experts(module: torch.nn.Module, forward: Function, *tensors: Any) -
     )
     if not are_on_mesh or needs_all_tokens(module):
         return forward(*tensors)
-    layer = tensors, [*weights.values()], _count_divisible_experts(module)
-    part = take_local_experts(*layer)
-    if part is None:
-        with ignore_gathering_temporarily() if can_divide_experts(*layer) else nullcontext():
+    divided = divide_experts(tensors, [*weights.values()], _count_divisible_experts(module))
+    if divided is None:
+        return forward(*tensors)
+    if simulation.is_simulated():  # this process computes the tokens of all simulated devices
+        with ignore_gathering_temporarily():
             return forward(*tensors)
-    changed = zip(weights, weights.values(), part.weights, strict=True)
+    local_tensors = divided.take_tensors(tensors)
+    changed = [(at, weight, divided.take_weight(weight)) for at, weight in weights.items()]
     try:
         with ExitStack() as stack:
-            stack.enter_context(swap_tensors_temporarily([*changed]))
-            if part.expert_dims:
-                stack.enter_context(set_attribute_temporarily(module, "num_experts", part.num_experts))
+            stack.enter_context(swap_tensors_temporarily(changed))
+            if divided.expert_dims:
+                stack.enter_context(
+                    set_attribute_temporarily(module, "num_experts", divided.num_local_experts)
+                )
                 stack.enter_context(set_attribute_temporarily(module, "_is_expert_parallel", True))
             # Without other dims, all tensors are plain, and function modes for DTensors have nothing to do.
-            result = (forward if part.other_dims else skip_function_modes(forward))(*part.tensors)
+            result = (forward if divided.other_dims else skip_function_modes(forward))(*local_tensors)
     except DifferentMeshesError:
         result: Any = None
-    if isinstance(result, DTensor) != bool(part.other_dims):
+    if isinstance(result, DTensor) != bool(divided.other_dims):
         return forward(*tensors)  # the layer combined its tokens with a tensor on the mesh from elsewhere
-    return part.combine_results(result, tensors[0])
+    return divided.combine_results(result, tensors[0])
 
 
 def compute_local_share_of_experts(module: torch.nn.Module) -> float:

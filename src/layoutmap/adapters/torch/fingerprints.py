@@ -24,8 +24,8 @@ def iterate_module_descriptions(module: torch.nn.Module, forwards: Iterable[obje
         yield f"{name}: training", str(each.training)
         weights = each.named_parameters(recurse=False)
         yield f"{name}: trainable", str([name for name, weight in weights if weight.requires_grad])
-        if is_layer_of_experts(each):  # processes that do not agree here would wait for each other
-            yield f"{name}: needs all tokens", str(needs_all_tokens(each))
+        if is_layer_of_experts(each):  # some processes would gather all tokens, and wait for the others
+            yield f"{name}: hooks, dropout, or tensors inside", str(needs_all_tokens(each))
         if kind.__module__.startswith("torch.nn."):
             # A ParameterList prints the GPU of each parameter, which differs between processes, so remove it.
             yield f"{name}: settings", re.sub(r"(GPU |cuda:)\d+", r"\1", each.extra_repr())

@@ -300,9 +300,10 @@ class ShardedForward:
         return self._results.output_layout
 
     def _has_inner_code_of_user(self) -> bool:
-        """Return whether the user's code has set the `forward` of this module, or rules for outputs inside of it."""
-        inner = (each for each in self.list_forwards() if each is not self)
-        return self._original is not None or any(each.output_layout is not None for each in inner)
+        """Return whether a `forward` here or inside is the user's, or a rule lays out the output of an inner module."""
+        return any(
+            _find_forward_set_by_user(each) is not None for each in self._get_module().modules()
+        ) or any(each is not self and each.output_layout is not None for each in self.list_forwards())
 
     def _get_module(self) -> torch.nn.Module:
         module = self._module()

@@ -14,9 +14,8 @@ from layoutmap.engines.torch.dtensor_ops.conversions import (
     extract_first_rank_tensor as extract_first_rank_tensor,
 )
 from layoutmap.engines.torch.dtensor_ops.dispatch import compute_global_shapes_in as compute_global_shapes_in
-from layoutmap.engines.torch.dtensor_ops.experts import can_divide_experts as can_divide_experts
 from layoutmap.engines.torch.dtensor_ops.experts import compute_share_of_experts as compute_share_of_experts
-from layoutmap.engines.torch.dtensor_ops.experts import take_local_experts as take_local_experts
+from layoutmap.engines.torch.dtensor_ops.experts import divide_experts as divide_experts
 from layoutmap.engines.torch.dtensor_ops.gathered import (
     ignore_gathering_temporarily as ignore_gathering_temporarily,
 )

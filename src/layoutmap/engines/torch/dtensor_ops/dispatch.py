@@ -10,16 +10,18 @@ import functools
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import register_sharding
 
 from layoutmap.engines.patches import patch_method_context
 from layoutmap.engines.tested import ImportErrorConverter, check_names_exist
+from layoutmap.engines.torch.changes import call_when_patches_are_removed
 from layoutmap.engines.torch.operators import (
     COLLECTIVES,
     OPERATORS,
@@ -66,23 +68,9 @@ check_names_exist(
     (torch._C, "_clear_DTensor_sharding_propagator_cache _dispatch_has_kernel_for_dispatch_key"),
 )
 
-_RULE_TABLES = (
-    "op_strategy_funcs",
-    "op_single_dim_strategy_funcs",
-    "op_to_rules",
-)  # releases have different ones
+# Not all releases have each of these tables.
+_RULE_TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
 _TORCH_NAMESPACES = ("aten", "prims", *COLLECTIVES)
-
-
-def is_custom_operator_without_rule(function: Function) -> bool:
-    """Return whether a function is an operator from outside torch without a registered sharding rule."""
-    if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _TORCH_NAMESPACES:
-        return False
-    packet: Any = getattr(function, "overloadpacket", function)
-    return any(
-        getattr(packet, name) not in _DISPATCHER.sharding_propagator.op_strategy_funcs
-        for name in packet.overloads()
-    )
 
 
 def has_sharding_rule(op: OpOverload) -> bool:
@@ -91,12 +79,28 @@ def has_sharding_rule(op: OpOverload) -> bool:
     return any(op in getattr(propagator, table, ()) for table in _RULE_TABLES)
 
 
-def remove_sharding_rules(ops: Sequence[OpOverload]) -> None:
-    """Remove registered sharding rules of operators from DTensor."""
+def register_rule_temporarily(ops: list[OpOverload], list_shardings: Function) -> None:
+    """Register a sharding rule of operators with DTensor, until torch's patches are removed."""
+    register_sharding(ops)(list_shardings)
     propagator: Any = _DISPATCHER.sharding_propagator
-    for op in ops:
-        propagator.op_strategy_funcs.pop(op, None)
-        propagator.op_to_schema_info.pop(op, None)
+    rules = {op: propagator.op_strategy_funcs[op] for op in ops}
+
+    def remove_own_rules() -> None:
+        for op, rule in rules.items():
+            if (
+                propagator.op_strategy_funcs.get(op) is rule
+            ):  # a program may have registered another one since
+                del propagator.op_strategy_funcs[op], propagator.op_to_schema_info[op]
+
+    call_when_patches_are_removed(remove_own_rules)
+
+
+def is_custom_operator_without_rule(function: Function) -> bool:
+    """Return whether a function is an operator from outside torch without a registered sharding rule."""
+    if not isinstance(function, OPERATORS) or str(function).partition(".")[0] in _TORCH_NAMESPACES:
+        return False
+    packet: Any = getattr(function, "overloadpacket", function)
+    return not all(has_sharding_rule(getattr(packet, name)) for name in packet.overloads())
 
 
 def replace_argument_by_view(op: OpOverload, args: Args, kwargs: Kwargs, view: object) -> object:

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
-from layoutmap.engines.torch.changes import call_when_patches_are_removed
-from layoutmap.engines.torch.dtensor_ops.dispatch import has_sharding_rule, remove_sharding_rules
+from layoutmap.engines.torch.dtensor_ops.dispatch import has_sharding_rule, register_rule_temporarily
 
 _NAMES = """
 elu_backward hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu_backward
@@ -21,9 +19,7 @@ softplus_backward softshrink_backward
 def register_missing_rules() -> None:
     """Register the rules that DTensor lacks, until torch's patches are removed. They are right on any mesh."""
     ops = [getattr(torch.ops.aten, name).default for name in _NAMES.split()]
-    missing = [op for op in ops if not has_sharding_rule(op)]
-    register_sharding(missing)(_list_shardings)
-    call_when_patches_are_removed(lambda: remove_sharding_rules(missing))
+    register_rule_temporarily([op for op in ops if not has_sharding_rule(op)], _list_shardings)
 
 
 def _list_shardings(*args: Any) -> list[tuple[Sequence[Placement], Sequence[Placement | None]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import threading
 from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -165,7 +166,8 @@ class DifferentMeshesError(EngineError):
 def _check_equal_meshes(op: OpOverload, tensors: Sequence[DTensor], mesh: DeviceMesh) -> None:
     """Raise if tensors are on different meshes. DTensor would read all placements as those of the first mesh."""
     other = next((each.device_mesh for each in tensors if each.device_mesh != mesh), None)
-    is_combining = op is not torch.ops.aten.equal.default and "_foreach_" not in op.name()
+    # Operators of optimizers do not combine the tensors of a list, and `equal` reads gathered values.
+    is_combining = not re.search("_foreach_|_fused_|::equal$", op.name())
     if other is not None and is_combining:
         raise DifferentMeshesError(
             f"{op}: combines tensors on different meshes",
